@@ -1,0 +1,185 @@
+"""One conversation's KV cache: a transformers `Cache` together with the token ids it holds.
+
+Law: `token_ids` names exactly the tokens whose keys and values every layer holds, in order. `feed` and
+`crop_to` are the only ways to change either, and both change both. `check` proves it; a forward pass
+that raised half-way leaves the layers disagreeing, which `recover` mends or reports.
+
+Sign trap of the library (5.24): `Cache.crop` takes a negative number of tokens to remove, and 0 removes
+nothing. Only absolute lengths leave this module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionCacheLayerMixin,
+)
+
+from chat.errors import CacheMismatch
+from chat.layers import GrowingLayer, layer_nbytes
+from chat.settings import CacheSettings
+
+
+class KVCache:
+    """See the module. Not safe for use from several threads: only the inference thread touches it."""
+
+    def __init__(self, model: PreTrainedModel, settings: CacheSettings) -> None:
+        self._model = model
+        self._settings = settings
+        self._token_ids: list[int] = []
+        self._cache = DynamicCache(config=model.config)
+        for index, layer in enumerate(self._cache.layers):
+            if type(layer) is DynamicLayer:
+                self._cache.layers[index] = GrowingLayer(settings.growth_step)
+
+        self._growing = [layer for layer in self._cache.layers if isinstance(layer, GrowingLayer)]
+
+    def __len__(self) -> int:
+        return len(self._token_ids)
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """A copy of the ids held, oldest first."""
+        return tuple(self._token_ids)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated on the device, spare room included."""
+        return sum(layer_nbytes(layer) for layer in self._cache.layers)
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that fit before a layer allocates again; what is held, where no layer grows in steps."""
+        return min((layer.capacity for layer in self._growing), default=len(self))
+
+    def nbytes_for(self, num_tokens: int, bytes_per_token: int) -> int:
+        """Bytes allocated once `num_tokens` are held; `bytes_per_token` is over all layers."""
+        growing = self._growing
+        capacity = growing[0].capacity_for(num_tokens) if growing else num_tokens
+        return max(self.nbytes, capacity * bytes_per_token)
+
+    def num_common(self, token_ids: Sequence[int]) -> int:
+        """Length of the longest common beginning of the held ids and `token_ids`."""
+        limit = min(len(self._token_ids), len(token_ids))
+        for index in range(limit):
+            if self._token_ids[index] != token_ids[index]:
+                return index
+        return limit
+
+    @torch.inference_mode()
+    def feed(self, token_ids: Sequence[int]) -> Tensor:
+        """Run the model over new tokens; return the logits `[1, vocab]` after the last of them.
+
+        The library derives positions and the causal mask from the length of the cache, so neither is
+        passed: a mask of any other length than held + new would be silently wrong. Raises CacheMismatch
+        when a layer did not take all tokens, and whatever the model raises; then call `recover`.
+        """
+        if not token_ids:
+            raise ValueError("there is nothing to feed")
+        input_ids = torch.tensor([list(token_ids)], dtype=torch.long, device=self._model.device)
+        outputs = self._model(input_ids=input_ids, cache=self._cache, use_cache=True, logits_to_keep=1)
+        self._token_ids.extend(token_ids)
+        return outputs.logits[:, -1]
+
+    def can_crop_to(self, num_tokens: int) -> bool:
+        """Whether `crop_to` would be exact for every layer."""
+        if num_tokens == len(self):
+            return True
+        return all(_layer_can_crop(layer) for layer in self._cache.layers)
+
+    def crop_to(self, num_tokens: int) -> None:
+        """Keep the first `num_tokens` tokens.
+
+        Raises ValueError when fewer are held, and CacheMismatch when a layer cannot forget exactly (a
+        sliding window that already dropped tokens, a recurrent state); then nothing was changed.
+        """
+        if not 0 <= num_tokens <= len(self):
+            raise ValueError(f"cannot crop {len(self)} tokens to {num_tokens}")
+        if not self.can_crop_to(num_tokens):
+            raise CacheMismatch(
+                f"a layer of this model cannot go back from {len(self)} to {num_tokens} tokens"
+            )
+        if num_tokens == len(self):
+            return
+        for layer in self._cache.layers:
+            _crop_layer(layer, num_tokens)
+        del self._token_ids[num_tokens:]
+        self.check()
+
+    @torch.inference_mode()
+    def copy_prefix(self, num_tokens: int) -> KVCache:
+        """A new cache holding the first `num_tokens` tokens: the bytes are copied, nothing is recomputed.
+
+        Raises CacheMismatch when a layer does not hold rows (see `crop_to`).
+        """
+        if not 0 <= num_tokens <= len(self):
+            raise ValueError(f"cannot copy {num_tokens} of {len(self)} tokens")
+        copy = KVCache(self._model, self._settings)
+        for source, target in zip(self._cache.layers, copy._cache.layers, strict=True):
+            _copy_rows(source, target, num_tokens)
+        copy._token_ids = self._token_ids[:num_tokens]
+        copy.check()
+        return copy
+
+    def has_rows(self) -> bool:
+        """Whether every layer keeps one row per token, so that a prefix can be copied out."""
+        return len(self._growing) == len(self._cache.layers)
+
+    def recover(self) -> bool:
+        """After a failed `feed`: cut every layer back to the tokens that all of them hold.
+
+        Returns False when that is not exact for this model; the cache must then be thrown away.
+        """
+        for layer in self._growing:
+            if layer.num_tokens > len(self):
+                layer.crop_to(len(self))
+        try:
+            self.check()
+        except CacheMismatch:
+            return False
+        return self.has_rows()
+
+    def check(self) -> None:
+        """Prove the law of the module. Raises CacheMismatch."""
+        for index, length in enumerate(_layer_lengths(self._cache.layers)):
+            if length is not None and length != len(self):
+                raise CacheMismatch(f"layer {index} holds {length} tokens, but the id list has {len(self)}")
+
+
+def _layer_lengths(layers: Sequence[object]) -> list[int | None]:
+    """Tokens seen per layer; None where a layer counts nothing (recurrent, or fed by another layer)."""
+    return [
+        layer.get_seq_length() if isinstance(layer, DynamicLayer) and layer.is_initialized else None
+        for layer in layers
+    ]
+
+
+def _layer_can_crop(layer: object) -> bool:
+    if isinstance(layer, LinearAttentionCacheLayerMixin):
+        return False
+    if isinstance(layer, DynamicSlidingWindowLayer):
+        return layer.cumulative_length < layer.sliding_window
+    return isinstance(layer, DynamicLayer)
+
+
+def _crop_layer(layer: object, num_tokens: int) -> None:
+    if isinstance(layer, GrowingLayer):
+        if layer.is_initialized:
+            layer.crop_to(num_tokens)
+    elif isinstance(layer, DynamicLayer) and layer.is_initialized:
+        layer.crop(num_tokens - layer.get_seq_length())
+
+
+def _copy_rows(source: object, target: object, num_tokens: int) -> None:
+    if not isinstance(source, GrowingLayer) or not isinstance(target, GrowingLayer):
+        raise CacheMismatch(f"a {type(source).__name__} does not hold one row per token")
+    if source.is_initialized and num_tokens:
+        assert source.keys is not None
+        assert source.values is not None
+        target.update(source.keys[:, :, :num_tokens], source.values[:, :, :num_tokens])

@@ -1,0 +1,109 @@
+"""The caches in RAM, one per conversation, within a budget in bytes.
+
+A cache is either kept here or lent to the one reply that is being written; never both. The budget is
+checked before anything is allocated: `make_room` evicts the least recently used caches first and refuses
+what would not fit even alone. What was forgotten is remembered by cause, so that a later turn can say
+why it reads again. Prefixes are shared between conversations of one owner and never across owners.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from chat.errors import MemoryLimit
+from chat.kv_cache import KVCache
+from chat.stats import Reason
+
+
+@dataclass(frozen=True, slots=True)
+class LiveCache:
+    """A cache and what it was read for. `system_prompt` tells an edited beginning from a template's doing."""
+
+    owner: str
+    cache: KVCache
+    system_prompt: str
+
+
+class LiveCaches:
+    """See the module. Safe from any thread; the tensors themselves belong to the inference thread."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self._lock = threading.RLock()
+        self._kept: OrderedDict[str, LiveCache] = OrderedDict()
+        self._forgotten: dict[str, Reason] = {}
+
+    def __len__(self) -> int:
+        with self._lock:
+            return len(self._kept)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all kept caches; a lent one counts with its borrower."""
+        with self._lock:
+            return sum(live.cache.nbytes for live in self._kept.values())
+
+    def take(self, conversation_id: str) -> LiveCache | None:
+        """Lend out the conversation's cache; whoever took it calls `keep` or `forget`."""
+        with self._lock:
+            return self._kept.pop(conversation_id, None)
+
+    def keep(self, conversation_id: str, live: LiveCache) -> None:
+        """Keep a cache as the most recently used one, evicting others where the budget asks for it."""
+        with self._lock:
+            self._kept.pop(conversation_id, None)
+            self._forgotten.pop(conversation_id, None)
+            try:
+                self.make_room(live.cache.nbytes)
+            except MemoryLimit:
+                self._forgotten[conversation_id] = "evicted"
+                return
+            self._kept[conversation_id] = live
+
+    def forget(self, conversation_id: str, reason: Reason | None = None) -> None:
+        """Drop a conversation's cache. `reason` is what its next turn will give; None for a deleted chat."""
+        with self._lock:
+            self._kept.pop(conversation_id, None)
+            self._forgotten.pop(conversation_id, None)
+            if reason is not None:
+                self._forgotten[conversation_id] = reason
+
+    def why_missing(self, conversation_id: str) -> Reason | None:
+        """Why a conversation has no cache although it had one in this process; None when it had none."""
+        with self._lock:
+            return self._forgotten.get(conversation_id)
+
+    def longest_prefix(self, owner: str, token_ids: Sequence[int]) -> tuple[KVCache | None, int]:
+        """The kept cache of this owner that shares the longest beginning with `token_ids`, and its length.
+        Only caches whose prefix can be copied out count."""
+        with self._lock:
+            best: tuple[KVCache | None, int] = (None, 0)
+            for live in self._kept.values():
+                if live.owner != owner or not live.cache.has_rows():
+                    continue
+                length = live.cache.num_common(token_ids)
+                if length > best[1]:
+                    best = (live.cache, length)
+            return best
+
+    def make_room(self, num_bytes: int) -> None:
+        """Evict until `num_bytes` more fit next to what is kept.
+
+        Raises MemoryLimit when they would not fit even alone; then nothing was evicted.
+        """
+        with self._lock:
+            if num_bytes > self.max_bytes:
+                raise MemoryLimit(
+                    f"This chat needs {_megabytes(num_bytes)} of cache, but --max-live-memory allows"
+                    f" {_megabytes(self.max_bytes)}; your text is kept, start with a larger limit or a new chat."
+                )
+            while self._kept and self.nbytes + num_bytes > self.max_bytes:
+                evicted, _ = self._kept.popitem(last=False)
+                self._forgotten[evicted] = "evicted"
+
+
+def _megabytes(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:,.0f} MB"

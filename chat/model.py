@@ -1,0 +1,204 @@
+"""A loaded model: what everything that generates works with, and how it is loaded and described.
+
+A model is usable when it can chat: its template is tried on a sample before the weights are read, and its
+tokenizer must have a fast backend. No code that came with a model is ever run. `LoadedModel.fingerprint`
+says what a cache made by this model depends on; a cache with another fingerprint is never used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import transformers
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GgufConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
+
+from chat.checkpoint import Checkpoint, fetch_weights, find_checkpoint, first_line, read_json
+from chat.errors import ModelUnusable
+from chat.model_facts import (
+    check_template,
+    end_token_ids,
+    fingerprint,
+    kv_bytes_per_token,
+    num_context_tokens,
+    text_config,
+)
+from chat.settings import DeviceName, DtypeName, ModelSettings
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadedModel:
+    """A model in evaluation mode and its tokenizer.
+
+    `kv_bytes_per_token`: what a dense cache takes per token; an upper bound for sliding-window models.
+    `eos_token_ids`: any of them ends a reply. `fingerprint`: see the module.
+    """
+
+    name: str
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    device: torch.device
+    dtype: torch.dtype
+    num_context_tokens: int
+    eos_token_ids: frozenset[int]
+    kv_bytes_per_token: int
+    fingerprint: Mapping[str, str]
+
+
+def load_model(settings: ModelSettings, models_dir: Path) -> LoadedModel:
+    """Find, check and load. Progress bars may appear on the terminal; nothing is asked there.
+
+    Raises ModelNotFound, ModelUnusable or DownloadFailed.
+    """
+    device = choose_device(settings.device)
+    dtype = choose_dtype(settings.dtype, device)
+    checkpoint = find_checkpoint(settings, models_dir)
+    config = _load_config(checkpoint)
+    tokenizer = _load_tokenizer(checkpoint)
+    check_template(checkpoint.name, tokenizer)
+    identity = fetch_weights(checkpoint)
+    model = _load_weights(checkpoint, config, device, dtype)
+    return describe(checkpoint.name, model, tokenizer, identity)
+
+
+def describe(
+    name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, source: str
+) -> LoadedModel:
+    """Derive everything from a model and its tokenizer. `source` must differ for different weights."""
+    config = text_config(model)
+    return LoadedModel(
+        name=name,
+        model=model,
+        tokenizer=tokenizer,
+        device=model.device,
+        dtype=model.dtype,
+        num_context_tokens=num_context_tokens(config),
+        eos_token_ids=end_token_ids(model, tokenizer),
+        kv_bytes_per_token=kv_bytes_per_token(config, model.dtype),
+        fingerprint=fingerprint(model, tokenizer, source),
+    )
+
+
+def choose_device(name: DeviceName) -> torch.device:
+    """`auto` takes CUDA, else Apple's GPU, else the CPU. Raises ModelUnusable when a named one is absent."""
+    usable = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    if name == "auto":
+        return torch.device(next(device for device, is_usable in usable.items() if is_usable))
+    if not usable[name]:
+        raise ModelUnusable(
+            f"torch finds no {name} device on this machine; start with --device cpu, or install the torch"
+            f" build for {name}."
+        )
+    return torch.device(name)
+
+
+def choose_dtype(name: DtypeName, device: torch.device) -> torch.dtype:
+    """`auto` takes what the device computes fastest without surprises: on a CPU that is float32."""
+    if name != "auto":
+        return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
+    if device.type == "cuda":
+        native = torch.cuda.is_bf16_supported(including_emulation=False)
+        return torch.bfloat16 if native else torch.float16
+    return torch.float16 if device.type == "mps" else torch.float32
+
+
+def _load_config(checkpoint: Checkpoint) -> PreTrainedConfig:
+    """Decided by what config.json says, before the library gets to interpret it."""
+    if checkpoint.gguf_file is None:
+        stated = read_json(checkpoint, "config.json")
+        if stated.get("model_type") not in CONFIG_MAPPING:
+            raise ModelUnusable(_why_unknown(checkpoint.name, stated))
+    with _failures_as_sentences(checkpoint.name):
+        config: PreTrainedConfig = cast("Any", AutoConfig).from_pretrained(
+            checkpoint.folder, **_from(checkpoint)
+        )
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ModelUnusable(
+            f"{checkpoint.name} ({config.model_type}) is not a model that writes text from text alone; choose"
+            " another one with --model."
+        )
+    return config
+
+
+def _why_unknown(name: str, stated: Mapping[str, Any]) -> str:
+    if "auto_map" in stated:
+        return (
+            f"{name} needs program code that comes with the model, which Keepwarm never runs; choose another"
+            " one with --model."
+        )
+    return (
+        f"{name} is of a kind ({stated.get('model_type')}) that transformers {transformers.__version__} does"
+        " not know; choose another one with --model."
+    )
+
+
+def _load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
+    with _failures_as_sentences(f"The tokenizer of {checkpoint.name}"):
+        tokenizer: object = cast("Any", AutoTokenizer).from_pretrained(checkpoint.folder, **_from(checkpoint))
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise ModelUnusable(
+            f"{checkpoint.name} has a tokenizer without a fast form (tokenizer.json), which streaming needs;"
+            " choose another model with --model."
+        )
+    return tokenizer
+
+
+def _load_weights(
+    checkpoint: Checkpoint, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype
+) -> PreTrainedModel:
+    """Straight onto `device`; a weight file is mapped, not read twice into memory."""
+    if checkpoint.gguf_file is not None:
+        form: dict[str, Any] = {"quantization_config": GgufConfig(dequantize=True)}
+    else:
+        form = {"use_safetensors": True, "config": config}
+    with _failures_as_sentences(checkpoint.name):
+        model, report = cast("Any", AutoModelForCausalLM).from_pretrained(
+            checkpoint.folder,
+            dtype=dtype,
+            device_map=None if device.type == "cpu" else {"": device},
+            output_loading_info=True,
+            **form,
+            **_from(checkpoint),
+        )
+    if report["missing_keys"]:
+        raise ModelUnusable(
+            f"{checkpoint.name} is incomplete: its files hold no weights for {len(report['missing_keys'])}"
+            " parts of the model; fetch it again or choose another one with --model."
+        )
+    return cast("PreTrainedModel", model.eval().requires_grad_(False))
+
+
+def _from(checkpoint: Checkpoint) -> dict[str, Any]:
+    """What every loading call says: these files only, nothing fetched, no foreign code, no question asked."""
+    where = {} if checkpoint.gguf_file is None else {"gguf_file": checkpoint.gguf_file}
+    return {"local_files_only": True, "trust_remote_code": False, **where}
+
+
+@contextmanager
+def _failures_as_sentences(what: str) -> Generator[None]:
+    """The one place where the libraries' errors while loading become ours."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+            reason = "it does not fit into memory"
+        else:
+            reason = first_line(error) or type(error).__name__
+        raise ModelUnusable(
+            f"{what} cannot be loaded ({reason}); choose another model with --model."
+        ) from error

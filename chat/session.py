@@ -1,0 +1,228 @@
+"""The one operation: bring a conversation's reply from "due" to "there".
+
+Send, edit, regenerate and branch switch only change the message tree; `advance` then renders the selected
+path to ids, takes the longest beginning of them that some live cache of the same owner holds, reads the
+rest, writes the reply and stores it. Results come up as one generator of events.
+
+Law kept here: whatever happens, the reply's row is finished (done, stopped or failed) and the cache that
+goes back to `LiveCaches` holds exactly the ids it names; a cache in doubt is dropped, the text never.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import secrets
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+from tokenizers import Tokenizer
+
+from cache_store.conversations import Conversations
+from cache_store.errors import NotFound, StoreError
+from cache_store.records import Conversation, Message, Status
+from chat.errors import ContextFull
+from chat.failure import log_and_release, sentence_for
+from chat.kv_cache import KVCache
+from chat.live_caches import LiveCache, LiveCaches
+from chat.model import LoadedModel
+from chat.prompt import Prompt, PromptRenderer
+from chat.reply_text import ReplyText
+from chat.reuse import Origin, num_computed_before, start_turn
+from chat.sampler import Sampler
+from chat.settings import CacheSettings, SamplingSettings
+from chat.stats import TurnStats
+from chat.turn import Reading, Turn
+
+log = logging.getLogger(__name__)
+
+SHOW_EVERY_S = 0.1
+"""New text is stored and shown at most this often: what a person saw is what a crash leaves."""
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """The next piece of the reply's text; already stored when it is yielded."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The last event. `text` is the whole reply; `error` is a sentence when `status` is `failed`."""
+
+    status: Status
+    text: str
+    error: str | None
+    stats: TurnStats | None
+
+
+Event = Reading | Delta | Ended
+
+
+class ChatSession:
+    """A loaded model at work on stored conversations. `advance` runs on the inference thread only;
+    `check_fits` may be called from any thread."""
+
+    def __init__(
+        self, loaded: LoadedModel, store: Conversations, live: LiveCaches, settings: CacheSettings
+    ) -> None:
+        self.loaded = loaded
+        self._store = store
+        self._live = live
+        self._settings = settings
+        self._renderer = PromptRenderer(loaded.tokenizer, loaded.eos_token_ids)
+        self._decoder = cast(Tokenizer, copy.deepcopy(loaded.tokenizer.backend_tokenizer))
+
+    def check_fits(self, path: Sequence[Message], system_prompt: str) -> None:
+        """Raises ContextFull or PromptFailed when no reply to `path` could be written."""
+        self._check_context(self._renderer.render(path, system_prompt))
+
+    def advance(
+        self,
+        conversation: Conversation,
+        reply: Message,
+        *,
+        origin: Origin,
+        stop: Callable[[], bool],
+        queue_s: float = 0.0,
+    ) -> Iterator[Event]:
+        """Write `reply`, which is a stored, running message. Ends with exactly one `Ended`.
+
+        `stop` is asked between two tokens and between two prefill chunks. Errors do not leave this
+        generator: they end the reply as failed, with a sentence. A conversation deleted meanwhile ends it
+        as stopped.
+        """
+        turn: Turn | None = None
+        try:
+            turn = self._begin(conversation, reply, origin, stop, queue_s)
+            yield from turn.read()
+            yield from self._show_and_save(turn, reply)
+            yield self._finish(turn, conversation, reply)
+        except GeneratorExit:
+            raise
+        except NotFound:
+            self._live.forget(conversation.id)
+            yield Ended("stopped", "", None, None)
+        except BaseException as error:  # whatever it was: this reply ends, the app goes on
+            log_and_release(error)
+            yield self._fail(turn, conversation, reply, error)
+
+    def _begin(
+        self,
+        conversation: Conversation,
+        reply: Message,
+        origin: Origin,
+        stop: Callable[[], bool],
+        queue_s: float,
+    ) -> Turn:
+        began = time.perf_counter()
+        assert reply.parent_id is not None
+        path = self._store.path_to(conversation.owner, reply.parent_id)
+        prompt = self._renderer.render(path, conversation.system_prompt)
+        self._check_context(prompt)
+        loaded = self.loaded
+        start = start_turn(
+            self._live,
+            conversation,
+            prompt,
+            num_old=num_computed_before(path, prompt, origin, loaded.eos_token_ids),
+            origin=origin,
+            new_cache=lambda: KVCache(loaded.model, self._settings),
+            bytes_per_token=loaded.kv_bytes_per_token,
+        )
+        sampling = SamplingSettings.from_json(reply.sampling)
+        seed = reply.seed if reply.seed is not None else secrets.randbits(63)
+        return Turn(
+            start=start,
+            prompt_ids=prompt.token_ids,
+            text=ReplyText(self._decoder, loaded.tokenizer, loaded.eos_token_ids, sampling.stop_strings),
+            sampler=Sampler(sampling, seed, prompt.token_ids, loaded.device),
+            chunk=self._settings.prefill_chunk,
+            max_new_tokens=sampling.max_new_tokens,
+            num_context_tokens=loaded.num_context_tokens,
+            make_room=self._make_room,
+            stop=stop,
+            began=began,
+            queue_s=queue_s,
+        )
+
+    def _make_room(self, cache: KVCache, num_tokens: int) -> None:
+        self._live.make_room(cache.nbytes_for(num_tokens, self.loaded.kv_bytes_per_token))
+
+    def _show_and_save(self, turn: Turn, reply: Message) -> Iterator[Delta]:
+        waiting, num_saved, shown_at = "", 0, 0.0
+        for piece in turn.write():
+            waiting += piece
+            now = time.perf_counter()
+            if waiting and turn.text.is_whole and now - shown_at >= SHOW_EVERY_S:
+                certain = turn.text.certain_ids
+                self._store.save_progress(reply.id, num_saved, certain[num_saved:], waiting)
+                yield Delta(waiting)
+                waiting, num_saved, shown_at = "", len(certain), now
+
+    def _finish(self, turn: Turn, conversation: Conversation, reply: Message) -> Ended:
+        ending = turn.text.ending(self._renderer.encode_text)
+        self._give_back(turn, conversation, num_reply_tokens=ending.num_sampled)
+        status: Status = "done" if turn.finish_reason in {"eos", "stop_string"} else "stopped"
+        stats = turn.stats()
+        self._store.finish_reply(
+            reply.id,
+            token_ids=ending.token_ids,
+            text=ending.text,
+            status=status,
+            finish_reason=turn.finish_reason,
+            error=None,
+            stats=stats.to_json(),
+        )
+        return Ended(status, ending.text, None, stats)
+
+    def _fail(
+        self, turn: Turn | None, conversation: Conversation, reply: Message, error: BaseException
+    ) -> Ended:
+        sentence = sentence_for(error)
+        text, token_ids = "", ()
+        if turn is not None:
+            ending = turn.text.ending(self._renderer.encode_text)
+            text, token_ids = ending.text, ending.token_ids
+            if turn.cache.recover():
+                self._give_back(turn, conversation, num_reply_tokens=ending.num_sampled)
+            else:
+                self._live.forget(conversation.id, "failed")
+        try:
+            self._store.finish_reply(
+                reply.id,
+                token_ids=token_ids,
+                text=text,
+                status="failed",
+                finish_reason="error",
+                error=sentence,
+                stats={},
+            )
+        except StoreError as store_error:
+            log.error("the failed reply could not be stored either: %s", store_error)
+            sentence = f"{sentence} {store_error}"
+        return Ended("failed", text, sentence, None)
+
+    def _give_back(self, turn: Turn, conversation: Conversation, num_reply_tokens: int) -> None:
+        """Hand the cache back, cut to what the conversation keeps of this reply."""
+        kept = min(len(turn.cache), len(turn.prompt_ids) + num_reply_tokens)
+        if not turn.cache.can_crop_to(kept):
+            self._live.forget(conversation.id, "not_croppable")
+            return
+        turn.cache.crop_to(kept)
+        turn.cache.check()
+        self._live.keep(
+            conversation.id, LiveCache(conversation.owner, turn.cache, conversation.system_prompt)
+        )
+
+    def _check_context(self, prompt: Prompt) -> None:
+        limit = self.loaded.num_context_tokens
+        if len(prompt) >= limit:
+            raise ContextFull(
+                f"This chat would have {len(prompt):,} tokens, and the model reads at most {limit:,}, its"
+                " reply included; nothing was lost: shorten the message, edit an earlier one, or start a new"
+                " chat."
+            )

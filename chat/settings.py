@@ -1,0 +1,105 @@
+"""The settings that shape a chat: frozen values, checked once when they are built, passed whole.
+
+Counts are tokens, sizes are bytes, unless a name says otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Literal
+
+from cache_store.records import Json
+
+DEFAULT_MODEL = "default"
+"""The name under which the bundled small model is asked for."""
+
+DeviceName = Literal["auto", "cpu", "cuda", "mps"]
+DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSettings:
+    """Which model to load and how. `name`: `default`, a hub id, a folder, or a `.gguf` file."""
+
+    name: str = DEFAULT_MODEL
+    device: DeviceName = "auto"
+    dtype: DtypeName = "auto"
+    offline: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSettings:
+    """How live caches grow and how prompts are read.
+
+    `growth_step`: a layer's buffer grows by at least this many tokens at a time.
+    `prefill_chunk`: tokens per forward pass while reading; Stop is honoured between two chunks.
+    """
+
+    growth_step: int = 256
+    prefill_chunk: int = 256
+
+    def __post_init__(self) -> None:
+        if self.growth_step < 1 or self.prefill_chunk < 1:
+            raise ValueError("growth_step and prefill_chunk must be at least 1 token")
+
+
+@dataclass(frozen=True, slots=True)
+class Budgets:
+    """Hard limits in bytes. `max_disk_bytes` is for the cache files only; text is never evicted."""
+
+    max_live_bytes: int
+    max_disk_bytes: int
+
+    def __post_init__(self) -> None:
+        if self.max_live_bytes < 0 or self.max_disk_bytes < 0:
+            raise ValueError("budgets must not be negative")
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingSettings:
+    """How the next token is chosen. Temperature 0 is greedy; top_k 0, top_p 1, min_p 0 and
+    repetition_penalty 1 switch the respective filter off. `seed` None draws a fresh one per reply,
+    which is then stored with the reply."""
+
+    temperature: float = 0.7
+    top_p: float = 0.95
+    top_k: int = 50
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    max_new_tokens: int = 1024
+    seed: int | None = None
+    stop_strings: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        limits = {
+            "temperature": 0.0 <= self.temperature <= 5.0,
+            "top_p": 0.0 < self.top_p <= 1.0,
+            "top_k": self.top_k >= 0,
+            "min_p": 0.0 <= self.min_p < 1.0,
+            "repetition_penalty": 0.1 <= self.repetition_penalty <= 5.0,
+            "max_new_tokens": self.max_new_tokens >= 1,
+            "seed": self.seed is None or 0 <= self.seed < 2**63,
+            "stop_strings": all(self.stop_strings),
+        }
+        for name, allowed in limits.items():
+            if not allowed:
+                raise ValueError(f"{name} is out of range: {getattr(self, name)!r}")
+
+    def to_json(self) -> dict[str, Json]:
+        """A plain dict for the store; `from_json` is its inverse."""
+        return {**asdict(self), "stop_strings": list(self.stop_strings)}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Json]) -> SamplingSettings:
+        """Build from stored JSON; fields that an older or newer version wrote are ignored.
+
+        Raises ValueError or TypeError when a value is not one that the field accepts.
+        """
+        known = {f.name for f in fields(cls)}
+        values: dict[str, object] = {name: value for name, value in data.items() if name in known}
+        stops = values.get("stop_strings", [])
+        if not isinstance(stops, (list, tuple)):
+            raise TypeError("stop_strings must be a list of strings")
+        values["stop_strings"] = tuple(str(stop) for stop in stops)  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+        return cls(**values)  # pyright: ignore[reportArgumentType]

@@ -1,0 +1,65 @@
+"""What a turn cost, and why: the numbers under every reply.
+
+Invariant: every prompt token is accounted for exactly once, so
+`num_live_tokens + num_disk_tokens + num_prefilled_tokens == num_prompt_tokens`, and the counts in
+`reasons` add up to `num_prefilled_tokens`. Checked when the value is built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Literal, cast, get_args
+
+from cache_store.records import Json
+
+Reason = Literal["new", "edited", "boundary", "template", "evicted", "restart", "not_croppable", "failed"]
+"""Why a token was read. First times: `new` text; text of an `edited` message. Always: the one token at the
+`boundary`, fed again to get the first logits when all else is remembered. Again: the `template` rendered
+the past differently; its cache was `evicted` to stay within memory or cut for another branch; the app was
+`restart`ed; the model's layers are `not_croppable`; the last turn `failed` and its cache was dropped."""
+
+READ_AGAIN: frozenset[Reason] = frozenset({"template", "evicted", "restart", "not_croppable", "failed"})
+"""The reasons that count as reading a second time (law 1)."""
+
+REASONS: tuple[Reason, ...] = get_args(Reason)
+
+
+@dataclass(frozen=True, slots=True)
+class TurnStats:
+    """Counts are tokens, times are seconds.
+
+    `ttft_s`: from the moment the job left the queue to the first sampled token. `queue_s`: the wait
+    before that. `decode_tokens_per_s`: over the tokens after the first one; 0 when there was none.
+    """
+
+    num_prompt_tokens: int
+    num_live_tokens: int
+    num_disk_tokens: int
+    num_prefilled_tokens: int
+    num_reply_tokens: int
+    reasons: Mapping[Reason, int] = field(default_factory=dict["Reason", int])
+    queue_s: float = 0.0
+    ttft_s: float = 0.0
+    decode_tokens_per_s: float = 0.0
+
+    @property
+    def num_read_again(self) -> int:
+        """Prefilled tokens that had been computed before and had to be computed a second time."""
+        return sum(count for reason, count in self.reasons.items() if reason in READ_AGAIN)
+
+    def __post_init__(self) -> None:
+        parts = self.num_live_tokens + self.num_disk_tokens + self.num_prefilled_tokens
+        if parts != self.num_prompt_tokens:
+            raise ValueError(f"{parts} tokens accounted for, but the prompt has {self.num_prompt_tokens}")
+        if sum(self.reasons.values()) != self.num_prefilled_tokens:
+            raise ValueError("the reasons do not add up to num_prefilled_tokens")
+
+    def to_json(self) -> dict[str, Json]:
+        """A plain dict for the store; `from_json` is its inverse."""
+        return cast("dict[str, Json]", asdict(self))
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Json]) -> TurnStats:
+        """Build from stored JSON. Raises TypeError or ValueError when it is not one of ours."""
+        return cls(**cast("dict[str, int]", dict(data)))  # pyright: ignore[reportArgumentType]

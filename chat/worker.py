@@ -1,0 +1,268 @@
+"""One inference thread and the queue in front of it.
+
+The thread loads the model, then writes one reply at a time. The queue is fair between owners: each has a
+line of its own and the lines take turns, so that ten messages of one person delay another by one reply.
+Nothing that goes wrong in a reply ends the thread; a model that cannot be loaded fails every job with the
+reason and leaves the app running.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from cache_store.conversations import Conversations
+from cache_store.errors import StoreError
+from cache_store.records import Conversation, Message
+from chat.errors import ChatError, ModelError, ModelUnusable, QueueFull
+from chat.failure import sentence_for
+from chat.job import Job
+from chat.reuse import Origin
+from chat.session import ChatSession, Delta, Ended
+from chat.turn import Reading
+
+log = logging.getLogger(__name__)
+
+MAX_WAITING = 64
+"""Replies that may wait at once; more are refused before their message is stored."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A job and what it takes to do it."""
+
+    job: Job
+    conversation: Conversation
+    reply: Message
+    origin: Origin
+
+
+class FairQueue:
+    """Tasks in one line per owner, the lines taking turns. Not locked: the worker holds its own lock."""
+
+    def __init__(self) -> None:
+        self._lines: OrderedDict[str, deque[Task]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return sum(map(len, self._lines.values()))
+
+    def push(self, task: Task) -> None:
+        """Put a task at the end of its owner's line."""
+        self._lines.setdefault(task.job.owner, deque()).append(task)
+
+    def pop(self) -> Task:
+        """The next task; its owner's line goes to the back. Raises IndexError when empty."""
+        if not self._lines:
+            raise IndexError("nothing is waiting")
+        owner, line = self._lines.popitem(last=False)
+        task = line.popleft()
+        if line:
+            self._lines[owner] = line
+        return task
+
+    def remove(self, job: Job) -> Task | None:
+        """Take out a waiting task; None when it is not waiting."""
+        for owner, line in self._lines.items():
+            for task in line:
+                if task.job is job:
+                    line.remove(task)
+                    if not line:
+                        del self._lines[owner]
+                    return task
+        return None
+
+    def in_order(self) -> list[Task]:
+        """All tasks in the order in which they will be taken."""
+        lines = [list(line) for line in self._lines.values()]
+        longest = max(map(len, lines), default=0)
+        return [line[turn] for turn in range(longest) for line in lines if turn < len(line)]
+
+
+class Worker:
+    """See the module. `load` builds the session and runs on the inference thread."""
+
+    def __init__(self, load: Callable[[], ChatSession], store: Conversations) -> None:
+        self._load = load
+        self._store = store
+        self._session: ChatSession | None = None
+        self._load_error: ModelError | None = None
+        self._queue = FairQueue()
+        self._jobs: dict[str, Job] = {}
+        self._running: Job | None = None
+        self._closing = False
+        self._changed = threading.Condition(threading.RLock())
+        self._thread = threading.Thread(target=self._work, name="inference", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread, which begins by loading the model."""
+        self._thread.start()
+
+    @property
+    def session(self) -> ChatSession | None:
+        """The session once the model is loaded."""
+        return self._session
+
+    @property
+    def load_error(self) -> ModelError | None:
+        """Why there is no session, once loading failed."""
+        return self._load_error
+
+    def wait_until_loaded(self, timeout_s: float | None = None) -> ChatSession:
+        """Block until the model is loaded. Raises the ModelError that prevented it, or TimeoutError."""
+        with self._changed:
+            ready = self._changed.wait_for(lambda: self._session or self._load_error, timeout_s)
+        if self._load_error is not None:
+            raise self._load_error
+        if not ready or self._session is None:
+            raise TimeoutError(f"the model is not loaded after {timeout_s} s")
+        return self._session
+
+    def check_room(self) -> None:
+        """Raises QueueFull, or the ModelError of a failed load: called before a message is stored."""
+        if self._load_error is not None:
+            raise self._load_error
+        with self._changed:
+            if len(self._queue) >= MAX_WAITING:
+                raise QueueFull("Too many replies are waiting; your text is kept, send it again in a minute.")
+
+    def submit(self, task: Task) -> None:
+        """Put a task in its owner's line."""
+        with self._changed:
+            self._queue.push(task)
+            self._jobs[task.job.conversation_id] = task.job
+            self._tell_positions()
+            self._changed.notify_all()
+
+    def job_of(self, conversation_id: str) -> Job | None:
+        """The waiting or running job of a conversation."""
+        with self._changed:
+            return self._jobs.get(conversation_id)
+
+    def stop(self, conversation_id: str) -> None:
+        """End a conversation's reply: at once when it waits, within one token when it is being written."""
+        with self._changed:
+            job = self._jobs.get(conversation_id)
+            if job is None:
+                return
+            job.request_stop()
+            waiting = self._queue.remove(job)
+            if waiting is not None:
+                del self._jobs[conversation_id]
+                self._tell_positions()
+        if waiting is not None:
+            self._end_unstarted(waiting)
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """Stop what runs, end what waits as stopped, and wait for the thread."""
+        with self._changed:
+            self._closing = True
+            for conversation_id in list(self._jobs):
+                self.stop(conversation_id)
+            self._changed.notify_all()
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
+
+    def _work(self) -> None:
+        self._load_session()
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: len(self._queue) or self._closing)
+                if self._closing and not len(self._queue):
+                    return
+                task = self._queue.pop()
+                self._running = task.job
+                self._tell_positions()
+            self._do(task)
+            with self._changed:
+                self._running = None
+                if self._jobs.get(task.job.conversation_id) is task.job:
+                    del self._jobs[task.job.conversation_id]
+                self._tell_positions()
+
+    def _load_session(self) -> None:
+        error: ModelError | None = None
+        session: ChatSession | None = None
+        try:
+            session = self._load()
+        except ModelError as expected:
+            error = expected
+        except BaseException as unexpected:  # the page must say why, whatever it was
+            log.exception("the model could not be loaded")
+            error = ModelUnusable(
+                f"The model could not be loaded ({type(unexpected).__name__}: {unexpected}); your chats are"
+                " kept, start the app with another --model."
+            )
+        with self._changed:
+            self._session, self._load_error = session, error
+            self._changed.notify_all()
+
+    def _do(self, task: Task) -> None:
+        job = task.job
+        if self._session is None:
+            self._fail_unstarted(task, self._load_error or ModelError("No model is loaded."))
+            return
+        try:
+            events = self._session.advance(
+                task.conversation,
+                task.reply,
+                origin=task.origin,
+                stop=lambda: job.stop_requested,
+                queue_s=time.monotonic() - job.created_at,
+            )
+            for event in events:
+                self._publish(job, event)
+        except (
+            BaseException
+        ) as error:  # `advance` promises not to raise; a waiting page must not hang if it does
+            log.exception("a reply ended without a result")
+            self._free(job)
+            job.publish(state="failed", error=sentence_for(error))
+
+    def _publish(self, job: Job, event: Reading | Delta | Ended) -> None:
+        match event:
+            case Reading(num_read, num_to_read):
+                job.publish(state="prefill", position=0, num_read=num_read, num_to_read=num_to_read)
+            case Delta(text):
+                job.publish(state="decode", text=job.view.text + text)
+            case Ended(status, text, error, stats):
+                self._free(job)
+                job.publish(state=status, text=text, error=error, stats=stats)
+
+    def _free(self, job: Job) -> None:
+        """From here on the conversation takes a new message: told before anybody sees the job ended."""
+        with self._changed:
+            if self._jobs.get(job.conversation_id) is job:
+                del self._jobs[job.conversation_id]
+
+    def _tell_positions(self) -> None:
+        loading = self._session is None and self._load_error is None
+        ahead = 0 if self._running is None else 1
+        for position, task in enumerate(self._queue.in_order(), start=ahead):
+            task.job.publish(state="loading" if loading and position == 0 else "queued", position=position)
+
+    def _end_unstarted(self, task: Task) -> None:
+        self._finish_row(task.reply, status="stopped", finish_reason="stopped", error=None)
+        task.job.publish(state="stopped")
+
+    def _fail_unstarted(self, task: Task, error: ChatError) -> None:
+        self._finish_row(task.reply, status="failed", finish_reason="error", error=str(error))
+        self._free(task.job)
+        task.job.publish(state="failed", error=str(error))
+
+    def _finish_row(self, reply: Message, *, status: str, finish_reason: str, error: str | None) -> None:
+        try:
+            self._store.finish_reply(
+                reply.id,
+                token_ids=(),
+                text="",
+                status=status,  # pyright: ignore[reportArgumentType]
+                finish_reason=finish_reason,
+                error=error,
+                stats={},
+            )
+        except StoreError as store_error:
+            log.error("a reply that never started could not be closed: %s", store_error)

@@ -1,0 +1,17 @@
+"""The default model for measurements, from the same folder as the tests use."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import platformdirs
+
+from chat.default_model import fetch_default_model
+from chat.model import LoadedModel, load_model
+from chat.settings import ModelSettings
+
+
+def load_default_model() -> LoadedModel:
+    folder = Path(platformdirs.user_cache_dir("keepwarm-tests")) / "models"
+    fetch_default_model(folder)
+    return load_model(ModelSettings(), folder)
