@@ -18,11 +18,13 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import (
     DynamicLayer,
     DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
     LinearAttentionCacheLayerMixin,
 )
 
 from chat.errors import CacheMismatch
-from chat.layers import GrowingLayer, layer_nbytes
+from chat.layer_state import has_state
+from chat.layers import GrowingHybridLayer, GrowingLayer, layer_nbytes
 from chat.settings import CacheSettings
 
 
@@ -129,7 +131,7 @@ class KVCache:
 
     def has_rows(self) -> bool:
         """Whether every layer keeps one row per token, so that a prefix can be copied out."""
-        return len(self._growing) == len(self._cache.layers)
+        return not any(has_state(layer) for layer in self._cache.layers)
 
     def recover(self) -> bool:
         """After a failed `feed`: cut every layer back to the tokens that all of them hold.
@@ -150,6 +152,15 @@ class KVCache:
         for index, length in enumerate(_layer_lengths(self._cache.layers)):
             if length is not None and length != len(self):
                 raise CacheMismatch(f"layer {index} holds {length} tokens, but the id list has {len(self)}")
+
+
+def _growing(layer: object, growth_step: int) -> object:
+    """The layer of ours that stands for a stock layer with one row per token; others stay as they are."""
+    if type(layer) is DynamicLayer:
+        return GrowingLayer(growth_step)
+    if type(layer) is LinearAttentionAndFullAttentionLayer:
+        return GrowingHybridLayer(growth_step, layer.number_of_states)
+    return layer
 
 
 def _layer_lengths(layers: Sequence[object]) -> list[int | None]:

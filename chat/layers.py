@@ -11,7 +11,7 @@ Invariant: `keys.shape[-2] == values.shape[-2] == num_tokens <= capacity`.
 from __future__ import annotations
 
 from torch import Tensor
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
 
 
 class GrowingLayer(DynamicLayer):
@@ -104,6 +104,32 @@ class GrowingLayer(DynamicLayer):
         self.num_tokens = num_tokens
         self.keys = self._key_buffer[:, :, :num_tokens]
         self.values = self._value_buffer[:, :, :num_tokens]
+
+
+class GrowingHybridLayer(LinearAttentionLayer, GrowingLayer):
+    """Growing attention rows next to a recurrent state, for models that run both in one layer. The rows
+    could be cropped, the state cannot, so the layer as a whole cannot."""
+
+    is_compileable = False  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride]
+
+    def __init__(self, growth_step: int, number_of_states: int) -> None:
+        GrowingLayer.__init__(self, growth_step)
+        LinearAttentionLayer.__init__(self, number_of_states=number_of_states)  # pyright: ignore[reportUnknownMemberType]
+
+    def lazy_initialization(self, *args: Tensor, **kwargs: object) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """The library initializes attention with two positional tensors and states by keyword."""
+        if args:
+            GrowingLayer.lazy_initialization(self, *args)
+        else:
+            LinearAttentionLayer.lazy_initialization(self, **kwargs)  # pyright: ignore[reportArgumentType]
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Always raises RuntimeError: a recurrent state cannot be taken back token by token."""
+        raise RuntimeError("a layer with a recurrent state cannot be cropped")
+
+    def reset(self) -> None:
+        """Forget everything and free the buffers."""
+        self.__init__(self.growth_step, self.number_of_states)
 
 
 def _grown(buffer: Tensor, capacity: int, num_tokens: int) -> Tensor:

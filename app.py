@@ -1,0 +1,157 @@
+"""Keepwarm's command line: reads the options, wires the parts together, serves the page.
+
+`python app.py --help` lists the options. Exit codes: 0 after a normal end (Ctrl-C too), 1 when the app
+could not start, 2 when the command line asks for something impossible; both with one sentence. Heavy
+libraries are imported where they are needed, after the environment says how they have to behave.
+"""
+
+# ruff: noqa: PLC0415
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+from collections.abc import MutableMapping, Sequence
+from contextlib import ExitStack, closing
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, NoReturn
+
+from cache_store.errors import StoreError
+from cache_store.folder import DataFolder
+from chat.errors import ChatError
+from chat.settings import DEFAULT_MODEL, CacheSettings, DeviceName
+from ui.address import AddressRefused, claim_address
+from ui.options import Options, UsageError, parse_options
+
+if TYPE_CHECKING:
+    from chat.chats import Chats
+    from chat.session import ChatSession
+
+OWN_ADDRESSES = ("127.0.0.1", "localhost", "::1")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run until Ctrl-C or SIGTERM. Returns the exit code; unexpected errors leave as they are."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _interrupt)
+    try:
+        run(parse_options(arguments))
+    except KeyboardInterrupt:
+        return 0
+    except UsageError as exc:
+        return _say(exc, code=2)
+    except (StoreError, ChatError, AddressRefused) as exc:
+        return _say(exc, code=1)
+    return 0
+
+
+def run(options: Options) -> None:
+    """Serve until KeyboardInterrupt; whatever was opened is closed again, in reverse order."""
+    with ExitStack() as opened:
+        folder = opened.enter_context(DataFolder(options.data_dir))
+        listener = opened.enter_context(claim_address(options.host, options.port))
+        prepare_environment(os.environ, folder.temporary, offline=options.model.offline)
+        start_logging(options.log_level)
+        check_device(options.model.device)
+        if options.model.name == DEFAULT_MODEL:
+            fetch_default_model(folder.models, offline=options.model.offline)
+        chats = build_chats(options, folder, opened)
+
+        from ui.page import build_page
+        from ui.server import ServerSettings, start
+        from ui.theme import launch_looks
+
+        page = build_page(chats, default_system_prompt=options.system_prompt)
+        settings = ServerSettings(
+            host=options.host,
+            port=options.port,
+            share=options.share,
+            accounts=options.accounts,
+            certificate_path=folder.temporary / "share-server.pem",
+        )
+        opened.enter_context(start(page, settings, launch_looks(), listener=listener)).wait()
+
+
+def prepare_environment(environment: MutableMapping[str, str], temporary: Path, *, offline: bool) -> None:
+    """Tell libraries that are not imported yet: no telemetry, a private folder for files, no proxy on the
+    way to ourselves, and with `offline` no hub."""
+    environment["GRADIO_ANALYTICS_ENABLED"] = "False"
+    environment["GRADIO_ANALYTICS_CACHE_FREQUENCY"] = "1000000"  # Gradio tabulates its events every time else
+    environment["GRADIO_TEMP_DIR"] = str(temporary)
+    environment["HF_HUB_DISABLE_TELEMETRY"] = "1"
+    if offline:
+        environment["HF_HUB_OFFLINE"] = "1"
+        environment["TRANSFORMERS_OFFLINE"] = "1"
+    for name in ("NO_PROXY", "no_proxy"):
+        named = [part.strip() for part in environment.get(name, "").split(",") if part.strip()]
+        environment[name] = ",".join(dict.fromkeys([*named, *OWN_ADDRESSES]))
+
+
+def start_logging(level: str) -> None:
+    """Log to stderr. The web client's line per request is told only when debugging."""
+    logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    if level != "debug":
+        for chatty in ("httpx", "httpcore"):
+            logging.getLogger(chatty).setLevel(logging.WARNING)
+
+
+def check_device(device: DeviceName) -> None:
+    """Raises UsageError when this machine has no such device, or torch cannot use it."""
+    if device in ("auto", "cpu"):
+        return
+    import torch
+
+    usable = torch.cuda.is_available() if device == "cuda" else torch.backends.mps.is_available()
+    if not usable:
+        raise UsageError(
+            f"--device {device} is not available here to torch {torch.__version__}; try auto or cpu."
+        )
+
+
+def fetch_default_model(models_dir: Path, *, offline: bool) -> None:
+    """Have the default model on disk, with progress on the terminal. Raises DownloadFailed."""
+    from chat import default_model
+
+    default_model.fetch_default_model(models_dir, offline=offline)
+
+
+def build_chats(options: Options, folder: DataFolder, opened: ExitStack) -> Chats:
+    """The store, the live caches and the inference thread behind one door; `opened` closes them again."""
+    from cache_store.conversations import Conversations
+    from cache_store.database import Database
+    from chat.chats import Chats
+    from chat.live_caches import LiveCaches
+    from chat.model import load_model
+    from chat.session import ChatSession
+    from chat.worker import Worker
+
+    store = Conversations(opened.enter_context(closing(Database(folder.database))))
+    store.recover()
+    live = LiveCaches(options.budgets.max_live_bytes)
+
+    def load() -> ChatSession:
+        return ChatSession(load_model(options.model, folder.models), store, live, CacheSettings())
+
+    worker = Worker(load, store)
+    chats = Chats(
+        store, worker, live, model_name=options.model.name, default_system_prompt=options.system_prompt
+    )
+    opened.callback(chats.close)
+    worker.start()
+    return chats
+
+
+def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+def _say(exc: Exception, *, code: int) -> int:
+    print(" ".join(str(exc).split()), file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,251 @@
+"""The command line: words in, one frozen `Options` out, or one sentence that says why not.
+
+Imports nothing heavy, so that `--help` and a mistyped option answer at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import NoReturn, get_args
+
+import platformdirs
+import psutil
+
+from chat.settings import DEFAULT_MODEL, Budgets, DeviceName, DtypeName, ModelSettings
+from ui.login import Account
+
+LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
+_SIZE = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,6})?)\s*([kmgt]?)(?:i?b)?", re.IGNORECASE)
+_OF_ARGPARSE = re.compile(r"argument (--[a-z-]+): (.*)", re.DOTALL)
+
+
+class UsageError(Exception):
+    """The command line asks for something that does not exist or contradicts itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Everything that the command line decides. `data_dir` need not exist yet; port 0 takes a free one."""
+
+    model: ModelSettings
+    budgets: Budgets
+    data_dir: Path
+    host: str
+    port: int
+    share: bool
+    accounts: tuple[Account, ...]
+    system_prompt: str
+    log_level: str
+
+
+def parse_options(arguments: Sequence[str] | None = None) -> Options:
+    """Read `arguments` (default: those of this process). Raises UsageError with one sentence; `--help`
+    prints and exits with code 0."""
+    found = _parser().parse_args(arguments)
+    if found.share and found.offline:
+        raise UsageError("--share needs the internet and --offline forbids it; choose one of them.")
+    names = [account.name for account in found.auth]
+    if len(set(names)) < len(names):
+        raise UsageError("--auth names the same user twice; give each user one password.")
+    return Options(
+        model=ModelSettings(found.model, found.device, found.dtype, found.offline),
+        budgets=Budgets(found.max_live_memory, found.max_disk),
+        data_dir=found.data_dir,
+        host=found.host,
+        port=found.port,
+        share=found.share,
+        accounts=tuple(found.auth),
+        system_prompt=found.system_prompt,
+        log_level=found.log_level,
+    )
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse without its usage dump: an error is one sentence, raised."""
+
+    def error(self, message: str) -> NoReturn:
+        of_option = _OF_ARGPARSE.fullmatch(message)
+        if of_option:
+            message = f"{of_option[1]} {of_option[2]}"
+        elif message.startswith("unrecognized arguments: "):
+            message = f"There is no option {message.partition(': ')[2]}"
+        message = message.replace("expected one argument", "needs a value")
+        message = re.sub("ignored explicit argument .*", "takes no value", message)
+        raise UsageError(f"{' '.join(message.split())}; see python app.py --help.")
+
+
+def _parser() -> _Parser:
+    parser = _Parser(
+        prog="app.py",
+        description="Chat with a local model that never reads the same token twice.",
+        allow_abbrev=False,
+    )
+    _add_model_options(parser)
+    _add_storage_options(parser)
+    _add_server_options(parser)
+    return parser
+
+
+def _add_model_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model",
+        type=_model,
+        default=DEFAULT_MODEL,
+        metavar="NAME",
+        help="'default' (a small model, fetched once), a hub id, a folder, or a .gguf file",
+    )
+    _add_choice(parser, "--device", get_args(DeviceName), "auto", "where the model runs")
+    _add_choice(parser, "--dtype", get_args(DtypeName), "auto", "number format of weights and caches")
+    parser.add_argument(
+        "--system-prompt", default="", metavar="TEXT", help="how every new chat begins; none by default"
+    )
+    parser.add_argument("--offline", action="store_true", help="use only what is on this machine already")
+
+
+def _add_storage_options(parser: argparse.ArgumentParser) -> None:
+    home = str(platformdirs.user_data_path("keepwarm", appauthor=False)).replace("%", "%%")
+    parser.add_argument(
+        "--data-dir",
+        type=_folder,
+        default=home,
+        metavar="FOLDER",
+        help=f"where chats, caches and models are kept; {home} by default",
+    )
+    parser.add_argument(
+        "--max-live-memory",
+        type=_memory_size,
+        default=psutil.virtual_memory().total // 4,
+        metavar="SIZE",
+        help="memory for live caches, as 2GB, 512MB or plain bytes (1KB is 1,024 bytes); "
+        "a quarter of this machine's memory by default",
+    )
+    parser.add_argument(
+        "--max-disk",
+        type=_size,
+        default="20GB",
+        metavar="SIZE",
+        help="disk space for saved caches; 20GB by default",
+    )
+
+
+def _add_server_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--host",
+        type=_host,
+        default="127.0.0.1",
+        help="address to listen at; 127.0.0.1 by default, 0.0.0.0 for every address of this machine",
+    )
+    parser.add_argument(
+        "--port", type=_port, default=7860, help="port to listen at; 7860 by default, 0 for any free one"
+    )
+    parser.add_argument("--share", action="store_true", help="also make a public link, guarded by a password")
+    parser.add_argument(
+        "--auth",
+        type=_account,
+        action="append",
+        default=[],
+        metavar="USER:PASSWORD",
+        help="who may sign in; repeat it for more people; without it, a shared page makes up a password",
+    )
+    _add_choice(parser, "--log-level", LOG_LEVELS, "warning", "how much to tell on the terminal")
+
+
+def _add_choice(
+    parser: argparse.ArgumentParser, flag: str, names: tuple[str, ...], default: str, help_text: str
+) -> None:
+    """Like argparse's `choices`, whose message differs from one Python version to the next."""
+    listed = f"{', '.join(names[:-1])} or {names[-1]}"
+    parser.add_argument(
+        flag,
+        type=_one_of(names, listed),
+        default=default,
+        metavar="NAME",
+        help=f"{help_text}: {listed}; {default} by default",
+    )
+
+
+def _one_of(names: tuple[str, ...], listed: str) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text not in names:
+            raise argparse.ArgumentTypeError(f"takes {listed}, not {text!r}")
+        return text
+
+    return parse
+
+
+def _model(text: str) -> str:
+    """A path is made absolute, since the name is remembered with the chats."""
+    if text == DEFAULT_MODEL:
+        return text
+    if not text.strip():
+        raise argparse.ArgumentTypeError("takes the name of a model, not an empty one")
+    path = Path(text).expanduser()
+    try:
+        if path.is_dir() or (path.is_file() and path.suffix.lower() == ".gguf"):
+            return str(path.resolve())
+        there = path.exists()
+    except OSError as exc:
+        raise argparse.ArgumentTypeError(f"cannot use {text!r} ({exc.strerror})") from exc
+    if there:
+        raise argparse.ArgumentTypeError(f"takes a folder or a .gguf file, and {text!r} is neither")
+    if _HUB_ID.fullmatch(text) and path.suffix.lower() != ".gguf":
+        return text
+    raise argparse.ArgumentTypeError(
+        f"takes 'default', a hub id such as owner/name, a folder or a .gguf file; {text!r} is none of them"
+    )
+
+
+def _folder(text: str) -> Path:
+    if not text:
+        raise argparse.ArgumentTypeError("takes a folder, not an empty name")
+    path = Path(text).expanduser().absolute()
+    if path.exists() and not path.is_dir():
+        raise argparse.ArgumentTypeError(f"takes a folder, and {text!r} is a file")
+    return path
+
+
+def _size(text: str) -> int:
+    """Bytes of `2GB`, `1.5 GiB`, `512m`, `1000`; units are powers of 1,024."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise argparse.ArgumentTypeError(f"takes a size such as 2GB, 512MB or plain bytes, not {text!r}")
+    power = " kmgt".index(match[2].lower() or " ")
+    return int(Fraction(match[1]) * 1024**power)
+
+
+def _memory_size(text: str) -> int:
+    num_bytes = _size(text)
+    if num_bytes == 0:
+        raise argparse.ArgumentTypeError("takes more than nothing, because no chat fits into 0 bytes")
+    return num_bytes
+
+
+def _port(text: str) -> int:
+    if not re.fullmatch("[0-9]{1,5}", text) or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"takes a whole number from 0 to 65535, not {text!r}")
+    return int(text)
+
+
+def _host(text: str) -> str:
+    host = text[1:-1] if text.startswith("[") and text.endswith("]") else text
+    if not re.fullmatch(r"[A-Za-z0-9._-]+|[A-Fa-f0-9:.]*:[A-Fa-f0-9:.]*:[A-Fa-f0-9:.]*(%\w+)?", host):
+        raise argparse.ArgumentTypeError(f"takes an address or a name without scheme or port, not {text!r}")
+    return host
+
+
+def _account(text: str) -> Account:
+    """Never repeats the text in a message: it may hold a password."""
+    name, colon, password = text.partition(":")
+    try:
+        if not colon:
+            raise ValueError("takes USER:PASSWORD, with a colon between the two")
+        return Account(name, password)
+    except ValueError as exc:
+        raise argparse.ArgumentTypeError(str(exc)) from None
