@@ -1,0 +1,99 @@
+"""The schema, as a list of steps that only ever grows.
+
+A step that was released is never changed: a mistake in it is mended by the next one. Each step and the
+record that it was taken are stored in one transaction, so a crash leaves the schema before or after a
+step, never between. A file whose record does not begin like our list was written by a newer Keepwarm or
+by something else; it is refused before anything is written to it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import sqlite_utils
+
+from cache_store.errors import DatabaseDamaged
+
+
+def m001_transcripts(db: sqlite_utils.Database) -> None:
+    """Conversations, their trees of messages, which child is shown, and replies in progress.
+
+    `number` is the order of creation. The shown children live in their own slim table, keyed by the
+    parent (for a first message: the conversation), because a pointer inside a message row would rewrite
+    that row, with all its text and ids, at every turn. Long columns stand last, so that reading the
+    short ones never walks through them. The parent's key includes the conversation, so that a message
+    cannot hang below one of another chat; it does not cascade, because SQLite limits how deep a cascade
+    may go and a chat is thousands of messages deep; all messages of a chat go in one step instead.
+    """
+    db.executescript(
+        """
+        CREATE TABLE conversations (
+            number INTEGER PRIMARY KEY,
+            id TEXT NOT NULL UNIQUE,
+            owner TEXT NOT NULL,
+            created_at REAL NOT NULL,
+            updated_at REAL NOT NULL,
+            title TEXT NOT NULL,
+            system_prompt TEXT NOT NULL
+        );
+        CREATE INDEX conversations_by_use ON conversations (owner, updated_at);
+
+        CREATE TABLE messages (
+            number INTEGER PRIMARY KEY,
+            id TEXT NOT NULL UNIQUE,
+            conversation_id TEXT NOT NULL REFERENCES conversations (id) ON DELETE CASCADE,
+            parent_id TEXT,
+            role TEXT NOT NULL CHECK (role IN ('user', 'assistant')),
+            status TEXT NOT NULL CHECK (status IN ('running', 'done', 'stopped', 'failed')),
+            created_at REAL NOT NULL,
+            finish_reason TEXT,
+            error TEXT,
+            seed INTEGER,
+            sampling TEXT NOT NULL,
+            stats TEXT NOT NULL,
+            text TEXT NOT NULL,
+            token_ids BLOB NOT NULL,
+            UNIQUE (conversation_id, id),
+            FOREIGN KEY (conversation_id, parent_id) REFERENCES messages (conversation_id, id)
+        );
+        CREATE INDEX messages_by_parent ON messages (conversation_id, parent_id);
+        CREATE INDEX messages_running ON messages (number) WHERE status = 'running';
+
+        CREATE TABLE selections (
+            parent_id TEXT PRIMARY KEY,
+            child_id TEXT NOT NULL UNIQUE REFERENCES messages (id) ON DELETE CASCADE
+        ) WITHOUT ROWID;
+
+        CREATE TABLE reply_pieces (
+            number INTEGER PRIMARY KEY,
+            message_id TEXT NOT NULL REFERENCES messages (id) ON DELETE CASCADE,
+            start INTEGER NOT NULL,
+            text TEXT NOT NULL,
+            token_ids BLOB NOT NULL
+        );
+        CREATE INDEX reply_pieces_by_message ON reply_pieces (message_id);
+        """
+    )
+
+
+STEPS = (m001_transcripts,)
+
+MIGRATIONS = sqlite_utils.Migrations("keepwarm")
+for _step in STEPS:
+    MIGRATIONS()(_step)
+
+
+def refuse_unknown(db: sqlite_utils.Database, path: Path) -> None:
+    """Raise DatabaseDamaged unless the file is empty or written by a version up to this one. Only reads."""
+    taken = [step.name for step in MIGRATIONS.applied(db)]
+    known = [step.__name__ for step in STEPS]
+    if taken != known[: len(taken)]:
+        raise DatabaseDamaged(
+            f"The chat database {path} was written by a newer Keepwarm; it was left untouched; "
+            "update Keepwarm, or start it with another --data-dir."
+        )
+    if not taken and set(db.table_names()) - {MIGRATIONS.migrations_table}:
+        raise DatabaseDamaged(
+            f"The file {path} is a database of another program; it was left untouched; "
+            "start Keepwarm with another --data-dir."
+        )
