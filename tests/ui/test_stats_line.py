@@ -1,0 +1,89 @@
+"""The wording of the line under a reply."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from chat.stats import READ_AGAIN, REASONS, Reason, TurnStats
+from ui.stats_line import WHAT_WAS_READ, WHY_AGAIN, read_again, seconds, stats_details, stats_line
+
+
+def stats(live: int = 0, disk: int = 0, reasons: dict[Reason, int] | None = None, **rest: float) -> TurnStats:
+    reasons = reasons or {}
+    num_prefilled = sum(reasons.values())
+    return TurnStats(live + disk + num_prefilled, live, disk, num_prefilled, 8, reasons, **rest)
+
+
+def test_a_usual_turn_reads_as_one_sentence() -> None:
+    turn = stats(392, 812, {"new": 31}, ttft_s=0.12, decode_tokens_per_s=24.3)
+    assert (
+        stats_line(turn)
+        == "1,204 tokens remembered (812 from disk), 31 read, first word in 0.12 s · 24 tok/s"
+    )
+
+
+def test_a_first_turn_remembers_nothing_and_says_what_was_read() -> None:
+    assert stats_line(stats(reasons={"new": 31}, ttft_s=1.5)) == "31 tokens read, first word in 1.5 s"
+
+
+def test_the_disk_is_named_only_when_something_came_from_it() -> None:
+    assert "disk" not in stats_line(stats(10, 0, {"new": 3}))
+
+
+def test_one_token_is_singular() -> None:
+    assert stats_line(stats(1, 0)) == "1 token remembered"
+    assert stats_line(stats(reasons={"new": 1})) == "1 token read"
+
+
+def test_a_turn_that_read_nothing_does_not_mention_reading() -> None:
+    assert stats_line(stats(40)) == "40 tokens remembered"
+
+
+def test_a_reply_without_a_second_token_has_no_speed() -> None:
+    assert "tok/s" not in stats_line(stats(40, ttft_s=0.2, decode_tokens_per_s=0))
+
+
+def test_nothing_at_all_is_an_empty_line() -> None:
+    assert stats_line(stats()) == ""
+
+
+def test_reading_again_says_why() -> None:
+    turn = stats(5, 0, {"new": 19, "restart": 812})
+    assert read_again(turn) == "812 read again: the app was restarted"
+    assert stats_line(turn).endswith(" · 812 read again: the app was restarted")
+
+
+def test_new_and_edited_text_is_not_called_read_again() -> None:
+    assert read_again(stats(5, 0, {"new": 19, "edited": 4, "boundary": 1})) == ""
+
+
+def test_several_reasons_are_all_named() -> None:
+    assert read_again(stats(0, 0, {"template": 3, "evicted": 1_200})) == (
+        "3 read again: the chat template rewrote what came before; "
+        "1,200 read again: the memory was needed by another chat"
+    )
+
+
+def test_every_reason_has_words_and_only_reading_again_has_a_why() -> None:
+    assert set(WHY_AGAIN) == READ_AGAIN
+    assert set(WHY_AGAIN) | set(WHAT_WAS_READ) == set(REASONS)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(0.123, "0.12 s"), (3.44, "3.4 s"), (75.2, "75 s"), (0.0, "0.00 s")]
+)
+def test_seconds_are_short(value: float, text: str) -> None:
+    assert seconds(value) == text
+
+
+@given(
+    live=st.integers(0, 10**6),
+    disk=st.integers(0, 10**6),
+    reasons=st.dictionaries(st.sampled_from(REASONS), st.integers(0, 10**6)),
+)
+def test_the_details_account_for_every_prompt_token(live: int, disk: int, reasons: dict[Reason, int]) -> None:
+    rows = dict(stats_details(stats(live, disk, reasons)))
+    numbers = [int(rows[label].split()[0].replace(",", "")) for label in list(rows)[:4]]
+    assert numbers[0] == numbers[1] + numbers[2] + numbers[3]

@@ -1,0 +1,124 @@
+// Paints around the Chatbot's rows: exact text of questions, versions, stats, endings, progress.
+// Gradio draws the rows; row i belongs to marks.rows[i]. Painting is idempotent and touches a row only
+// when its mark or its element changed, so finished rows stay as they are while a reply grows.
+const kw = window.keepwarm;
+const { el } = kw;
+let chat = null;
+
+const ARROW = { back: "M14.5 6l-6 6 6 6", forth: "M9.5 6l6 6-6 6" };
+
+function versions(mark, row) {
+  if (!mark.version) return null;
+  const [position, count] = mark.version;
+  const step = (label, d, by) => el("button", { type: "button", "aria-label": label, onclick: () => trigger("version", { row, step: by }) }, kw.icon(d));
+  return el("span", { class: "kw-versions", role: "group", "aria-label": `Version ${position} of ${count}` },
+    step("Previous version", ARROW.back, -1), el("span", {}, `${position}/${count}`), step("Next version", ARROW.forth, 1));
+}
+
+function stats(mark) {
+  if (!mark.stats || !mark.stats.line) return null;
+  const facts = mark.stats.details.flatMap(([label, value]) => [el("dt", {}, label), el("dd", {}, value)]);
+  const node = el("details", { class: "kw-stats" }, el("summary", {}, mark.stats.line), el("dl", {}, ...facts));
+  node.addEventListener("toggle", () => node.open && node.scrollIntoView({ block: "nearest" }));
+  return node;
+}
+
+function ending(mark, row) {
+  if (mark.error) {
+    return el("div", { class: "kw-error", role: "alert" }, el("p", {}, mark.error),
+      el("button", { type: "button", class: "kw-again", onclick: () => trigger("again", { row }) }, "Try again"));
+  }
+  return mark.note ? el("p", { class: "kw-note" }, mark.note) : null;
+}
+
+function progress(live) {
+  const bar = live.fraction === null || live.fraction === undefined ? null
+    : el("div", { class: "kw-bar", role: "progressbar", "aria-label": "Reading", "aria-valuemin": "0", "aria-valuemax": "100",
+        "aria-valuenow": String(Math.round(live.fraction * 100)) }, el("span"));
+  const node = el("div", { class: "kw-live", role: "status" }, el("p", {}, el("i", { class: "kw-pulse" }), el("span", {}, live.line)), bar);
+  if (bar) bar.firstChild.style.transform = `scaleX(${live.fraction})`;
+  return node;
+}
+
+// Put `node` into `host` under `slot`, or take the old one away; nothing happens while `key` stays.
+function place(host, slot, key, make) {
+  const old = host.querySelector(`:scope > [data-slot="${slot}"]`);
+  if ((old ? old.dataset.key : "") === key) return;
+  old?.remove();
+  if (!key) return;
+  const node = make();
+  node.dataset.slot = slot;
+  node.dataset.key = key;
+  host.append(node);
+}
+
+function paintLive(host, live) {
+  const old = host.querySelector(':scope > [data-slot="live"]');
+  if (!live || !live.line) return old?.remove();
+  const bar = old?.querySelector(".kw-bar");
+  if (!old || !bar !== (live.fraction === null)) {
+    old?.remove();
+    const node = progress(live);
+    node.dataset.slot = "live";
+    return host.append(node);
+  }
+  const text = old.querySelector("p span");
+  if (text.textContent !== live.line) text.textContent = live.line;
+  if (bar) {
+    bar.firstChild.style.transform = `scaleX(${live.fraction})`;
+    bar.setAttribute("aria-valuenow", String(Math.round(live.fraction * 100)));
+  }
+}
+
+function paintRow(element, mark, row, live) {
+  const host = element.querySelector(".flex-wrap") || element;
+  element.dataset.status = mark ? mark.status : "";
+  const message = element.querySelector("[data-testid=user]");
+  if (message) {
+    const text = mark ? mark.text : null;
+    place(message, "text", text === null ? "" : `=${text}`, () => el("div", { class: "kw-text" }, text));
+  }
+  place(host, "ending", mark && (mark.error || mark.note) ? `${row} ${mark.error || mark.note}` : "", () => ending(mark, row));
+  paintLive(host, live);
+  const panel = element.nextElementSibling?.classList.contains("message-buttons") ? element.nextElementSibling
+    : element.nextElementSibling?.querySelector?.(".message-buttons");
+  if (!panel) return;
+  panel.dataset.status = element.dataset.status;
+  place(panel, "versions", mark && mark.version ? `${row} ${mark.version}` : "", () => versions(mark, row));
+  place(panel, "stats", mark && mark.stats && mark.stats.line ? mark.id + mark.stats.line : "", () => stats(mark));
+}
+
+function paintEarlier() {
+  const wrap = chat.querySelector(".message-wrap");
+  const count = kw.marks.num_earlier || 0;
+  const scroller = chat.querySelector(".bubble-wrap");
+  if (!scroller) return;
+  const old = scroller.querySelector(":scope > .kw-earlier");
+  if (!wrap || !count) return old?.remove();
+  if (old) return;
+  scroller.prepend(el("button", { type: "button", class: "kw-earlier", onclick: () => kw.keepPlace(() => trigger("earlier", {})) }, "Show earlier messages"));
+}
+
+function paint() {
+  const rows = chat.querySelectorAll(".message-row");
+  const marks = kw.marks.rows || [];
+  rows.forEach((row, i) => paintRow(row, marks[i], i, i === rows.length - 1 ? kw.live : null));
+  paintEarlier();
+}
+
+const observer = new MutationObserver(() => repaint());
+function repaint() {
+  if (!chat) return;
+  observer.disconnect();
+  try { paint(); } finally { observer.observe(chat, { childList: true, subtree: true }); }
+}
+
+function boot() {
+  chat = document.querySelector("#chat");
+  if (!chat) return setTimeout(boot, 50);
+  kw.repaint = repaint;
+  repaint();
+}
+
+watch("value", () => { kw.marks = props.value || {}; repaint(); });
+boot();

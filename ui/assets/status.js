@@ -1,0 +1,38 @@
+// The bar on top, the notice above the composer, the model in the drawer, and the dots in the list.
+const kw = window.keepwarm;
+const byId = (id) => document.getElementById(id);
+
+function facts(model) {
+  const rows = [["Name", model.name], ["Status", { ready: "Ready", loading: "Loading", failed: "Failed" }[model.state]]];
+  if (model.device) rows.push(["Device", model.device]);
+  if (model.dtype) rows.push(["Precision", model.dtype]);
+  if (model.num_context_tokens) rows.push(["Context", `${model.num_context_tokens.toLocaleString("en-US")} tokens`]);
+  if (model.kv_bytes_per_token) rows.push(["Cache", `${Math.max(1, Math.round(model.kv_bytes_per_token / 1024)).toLocaleString("en-US")} KB per token`]);
+  return rows.filter(([, value]) => value);
+}
+
+function paint() {
+  const { model, writing } = props.value || {};
+  if (!model) return;
+  document.documentElement.dataset.model = model.state;
+  const chip = byId("model-chip");
+  if (chip && chip.textContent !== model.name) chip.textContent = model.name;
+  if (chip) chip.title = [model.name, model.device, model.dtype].filter(Boolean).join(" · ");
+  const list = byId("model-facts");
+  if (list) list.replaceChildren(...facts(model).flatMap(([label, value]) => [kw.el("dt", {}, label), kw.el("dd", {}, value)]));
+  const notice = document.querySelector("#notice .html-container > div > div");
+  if (notice) {
+    const text = model.state === "ready" ? "" : model.detail || (model.state === "loading" ? "The model is loading…" : "The model could not be loaded.");
+    if (notice.dataset.text !== text) {
+      notice.dataset.text = text;
+      notice.replaceChildren(...(text ? [kw.el("p", { role: model.state === "failed" ? "alert" : "status" }, text)] : []));
+    }
+  }
+  kw.writing = writing || [];
+  document.documentElement.classList.toggle("kw-writing", kw.writing.includes(kw.shown.conversation));
+  document.dispatchEvent(new CustomEvent("keepwarm:writing"));
+}
+
+watch("value", paint);
+paint();
+kw.syncPanels();

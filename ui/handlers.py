@@ -1,0 +1,272 @@
+"""What the page does when somebody acts. Each handler takes the owner from the request, asks `Chats`,
+and returns a picture. None of them waits for the model: a reply is watched by `follow` afterwards.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+import gradio as gr
+
+from cache_store.errors import NotFound, StaleView
+from chat.chats import Chats, ChatView
+from chat.errors import ContextFull, NothingToDo, QueueFull
+from ui.conversation_list import listing
+from ui.following import Tabs, Writing, pictures
+from ui.login import owner_of
+from ui.sampling_form import InvalidSampling, form_values, kept_values, plain_values, sampling_from
+from ui.screen import Parts, Picture, Status, chat_picture, composer, empty_picture, status_value
+from ui.shown import ROWS_AT_FIRST, Shown
+from ui.spoken_errors import say, spoken, spoken_stream, unchanged
+
+
+class Handlers:
+    """The verbs of one page. Holds no state of any user, only who follows what."""
+
+    def __init__(self, chats: Chats, parts: Parts, default_system_prompt: str) -> None:
+        self._chats = chats
+        self._parts = parts
+        self._default_prompt = default_system_prompt
+        self._tabs = Tabs()
+        self._writing = Writing()
+
+    @spoken
+    def load(self, request: gr.Request, address: object, kept: object, search: str) -> object:
+        """The page opens, or opens again: show the conversation of its address if it is this owner's."""
+        shown = Shown.from_browser(address)
+        fields = dict(zip(self._parts.sampling, form_values(kept), strict=True))
+        try:
+            picture = self._arrive(request, shown.conversation_id, shown.limit)
+        except NotFound:
+            picture = self._arrive(request, None, shown.limit)
+        return {**picture, **fields, **self._around(owner_of(request), search)}
+
+    @spoken
+    def send(
+        self, request: gr.Request, text: str | None, address: object, search: str, *sampling: object
+    ) -> object:
+        """Commit the text, then clear the box; the reply is on its way when this returns."""
+        owner, shown = owner_of(request), Shown.from_browser(address)
+        if not visible(text):
+            return unchanged()
+        try:
+            job = self._chats.send(
+                *(owner, text or ""),
+                conversation_id=shown.conversation_id,
+                leaf_id=shown.leaf_id,
+                sampling=sampling_from(sampling),
+            )
+        except StaleView as exc:
+            say(exc)
+            return {**self._redraw(request, shown), **self._around(owner, search)}
+        self._writing.note(job)
+        picture = self._draw(request, self._chats.view(owner, job.conversation_id), shown.limit)
+        return {**picture, self._parts.box: composer(busy=True, text=""), **self._around(owner, search)}
+
+    @spoken
+    def example(
+        self, request: gr.Request, chosen: gr.SelectData, address: object, search: str, *sampling: object
+    ) -> object:
+        """An example prompt is sent as if it had been typed."""
+        return self.send(request, str(chosen.value["text"]), address, search, *sampling)
+
+    @spoken
+    def retry(self, request: gr.Request, data: gr.RetryData, address: object, *sampling: object) -> object:
+        """Gradio's own retry button: its index is the row of the question."""
+        return self._again(request, data.index, Shown.from_browser(address), sampling)
+
+    @spoken
+    def try_again(
+        self, request: gr.Request, data: gr.EventData, address: object, *sampling: object
+    ) -> object:
+        """The button under a failed reply: its row is the reply itself."""
+        return self._again(request, data.row, Shown.from_browser(address), sampling)
+
+    @spoken
+    def edit(
+        self, request: gr.Request, data: gr.EditData, draft: str | None, address: object, *sampling: object
+    ) -> object:
+        """A new version of a question. Refused while a reply is being written; the text moves to the box."""
+        owner, shown = owner_of(request), Shown.from_browser(address)
+        message_id, text = shown.row_id(data.index), str(data.value or "")
+        if message_id is None or not visible(text) or text == self._stored_text(owner, shown, message_id):
+            return self._redraw(request, shown)
+        try:
+            self._writing.note(self._chats.edit(owner, message_id, text, sampling_from(sampling)))
+        except EDIT_REFUSED as exc:
+            say(exc)
+            kept = {} if visible(draft) else {self._parts.box: gr.Textbox(value=text)}
+            return {**self._redraw(request, shown), **kept}
+        return {**self._redraw(request, shown), **self._signs(owner)}
+
+    @spoken
+    def version(self, request: gr.Request, data: gr.EventData, address: object) -> object:
+        """The arrows of a message with several versions."""
+        shown = Shown.from_browser(address)
+        message_id = shown.row_id(data.row)
+        if message_id is None:
+            return unchanged()
+        view = self._chats.select(owner_of(request), message_id, 1 if data.step > 0 else -1)
+        return self._draw(request, view, shown.limit)
+
+    @spoken
+    def earlier(self, request: gr.Request, address: object) -> object:
+        """Forty more messages on top."""
+        shown = Shown.from_browser(address)
+        return self._redraw(request, replace(shown, limit=shown.limit + ROWS_AT_FIRST))
+
+    @spoken
+    def stop(self, request: gr.Request, address: object) -> None:
+        """Ask for the end of the reply in this tab's conversation."""
+        conversation_id = Shown.from_browser(address).conversation_id
+        if conversation_id:
+            self._chats.stop(owner_of(request), conversation_id)
+
+    @spoken
+    def open(self, request: gr.Request, data: gr.EventData) -> object:
+        """A conversation of the list."""
+        return {**self._arrive(request, str(data.id), ROWS_AT_FIRST), **self._signs(owner_of(request))}
+
+    @spoken
+    def new_chat(self, request: gr.Request) -> object:
+        """An empty page; a conversation is made when its first message is sent."""
+        return self._arrive(request, None, ROWS_AT_FIRST)
+
+    @spoken
+    def find(self, request: gr.Request, search: str) -> object:
+        """The list for what is typed in the search box."""
+        return self._listing(owner_of(request), search)
+
+    @spoken
+    def rename(self, request: gr.Request, data: gr.EventData, address: object, search: str) -> object:
+        """A new title, typed in the list."""
+        owner, shown = owner_of(request), Shown.from_browser(address)
+        self._chats.rename(owner, str(data.id), str(data.title))
+        picture: Picture = {self._parts.listing: self._listing(owner, search)}
+        if shown.conversation_id == data.id:
+            view = self._chats.view(owner, str(data.id))
+            picture[self._parts.shown] = chat_picture(self._parts, view, shown.limit)[self._parts.shown]
+        return picture
+
+    @spoken
+    def delete(self, request: gr.Request, data: gr.EventData, address: object, search: str) -> object:
+        """Deleted after the list asked once more; the page shows a new chat if it was this one."""
+        owner, shown = owner_of(request), Shown.from_browser(address)
+        self._chats.delete(owner, str(data.id))
+        picture = self._around(owner, search)
+        if shown.conversation_id == data.id:
+            picture.update(self._arrive(request, None, ROWS_AT_FIRST))
+        return picture
+
+    @spoken
+    def save_prompt(self, request: gr.Request, text: str | None, address: object, search: str) -> object:
+        """The system prompt of this conversation, or of a new one that starts with it."""
+        owner, shown = owner_of(request), Shown.from_browser(address)
+        if shown.conversation_id is None:
+            conversation = self._chats.create(owner, text or "")
+        else:
+            conversation = self._chats.set_system_prompt(owner, shown.conversation_id, text or "")
+        gr.Info("The system prompt is saved and used from the next reply on.", title="", duration=4)
+        return {**self._arrive(request, conversation.id, shown.limit), **self._around(owner, search)}
+
+    @spoken
+    def keep_sampling(self, *sampling: object) -> object:
+        """What the browser keeps for the next visit."""
+        return kept_values(sampling)
+
+    @spoken
+    def reset_sampling(self) -> object:
+        """The defaults again."""
+        return list(plain_values())
+
+    @spoken
+    def pulse(self, request: gr.Request) -> object:
+        """While something is going on: is the model there, who is still writing."""
+        return self._signs(owner_of(request))
+
+    def unload(self, request: gr.Request) -> None:
+        """The tab is gone; its follower ends, its reply goes on."""
+        self._tabs.close(tab_of(request))
+
+    @spoken_stream
+    async def follow(self, request: gr.Request, address: object) -> AsyncIterator[object]:
+        """Watch the reply of the conversation that this tab shows now, whatever it shows later."""
+        owner, shown, tab = owner_of(request), Shown.from_browser(address), tab_of(request)
+        ticket = self._tabs.turn(tab)
+        if shown.conversation_id is None:
+            return
+        view = await asyncio.to_thread(self._chats.view, owner, shown.conversation_id)
+        async for picture in pictures(
+            self._parts, view, shown.limit, lambda: self._tabs.is_newest(tab, ticket)
+        ):
+            yield picture
+        if view.job is not None and self._tabs.is_newest(tab, ticket):
+            view = await asyncio.to_thread(self._chats.view, owner, shown.conversation_id)
+            yield {**chat_picture(self._parts, view, shown.limit), self._parts.status: self._status(owner)}
+
+    def _again(self, request: gr.Request, row: object, shown: Shown, sampling: tuple[object, ...]) -> object:
+        owner, message_id = owner_of(request), shown.row_id(row)
+        if message_id is None:
+            return unchanged()
+        self._writing.note(self._chats.regenerate(owner, message_id, sampling_from(sampling)))
+        return {**self._redraw(request, shown), **self._signs(owner)}
+
+    def _arrive(self, request: gr.Request, conversation_id: str | None, limit: int) -> Picture:
+        """Another conversation, or an empty page for None, with its system prompt in the drawer."""
+        if conversation_id is None:
+            self._tabs.turn(tab_of(request))
+            return empty_picture(self._parts, self._default_prompt)
+        view = self._chats.view(owner_of(request), conversation_id)
+        prompt: Picture = {self._parts.system_prompt: view.conversation.system_prompt}
+        return {**self._draw(request, view, limit), **prompt}
+
+    def _redraw(self, request: gr.Request, shown: Shown) -> Picture:
+        """The conversation that this tab shows, read afresh."""
+        if shown.conversation_id is None:
+            return self._arrive(request, None, shown.limit)
+        return self._draw(request, self._chats.view(owner_of(request), shown.conversation_id), shown.limit)
+
+    def _draw(self, request: gr.Request, view: ChatView, limit: int) -> Picture:
+        """The view as a picture; from here on no earlier follower of this tab draws any more."""
+        self._tabs.turn(tab_of(request))
+        self._writing.note(view.job)
+        return chat_picture(self._parts, view, limit)
+
+    def _around(self, owner: str, search: str) -> Picture:
+        return {self._parts.listing: self._listing(owner, search), **self._signs(owner)}
+
+    def _signs(self, owner: str) -> Picture:
+        """The status, and a pulse for as long as it is going to change."""
+        status = self._status(owner)
+        going_on = bool(status["writing"]) or status["model"]["state"] == "loading"
+        return {self._parts.status: status, self._parts.pulse: gr.Timer(active=going_on)}
+
+    def _status(self, owner: str) -> Status:
+        return status_value(self._chats.model_status(), self._writing.of(owner))
+
+    def _listing(self, owner: str, search: str) -> object:
+        return listing(self._chats.list(owner, search or ""), search=search or "", now=time.time())
+
+    def _stored_text(self, owner: str, shown: Shown, message_id: str) -> str | None:
+        """What the store has, not what the browser says it was; None when it is not on the shown path."""
+        if shown.conversation_id is None:
+            return None
+        messages = self._chats.view(owner, shown.conversation_id).messages
+        return next((message.text for message in messages if message.id == message_id), None)
+
+
+EDIT_REFUSED = (NothingToDo, ContextFull, QueueFull, InvalidSampling)
+"""After these an edited text is handed back in the composer, because the picture of the row is redrawn."""
+
+
+def tab_of(request: gr.Request) -> str:
+    """A name for the tab; tells tabs apart, proves nothing."""
+    return str(request.session_hash)
+
+
+def visible(text: str | None) -> bool:
+    """False for nothing, white space and zero-width characters."""
+    return bool((text or "").strip(" \t\r\n\v\f\u00a0\u200b\u200c\u200d\u2060\ufeff").strip())
