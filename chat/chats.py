@@ -7,13 +7,16 @@ wait for the model.
 
 from __future__ import annotations
 
+import logging
 import secrets
 import threading
+import unicodedata
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from cache_store.conversations import ConversationList, Conversations
+from cache_store.errors import StoreError
 from cache_store.records import Conversation, Message, Siblings
 from chat.errors import EmptyMessage, NothingToDo
 from chat.job import Job
@@ -22,8 +25,12 @@ from chat.reuse import Origin
 from chat.settings import SamplingSettings
 from chat.worker import Task, Worker
 
+log = logging.getLogger(__name__)
+
 _BUSY = "A reply is still being written in this chat; your text is kept, stop the reply or wait for its end."
 _TITLE_LENGTH = 60
+_INVISIBLE = frozenset({"Cc", "Cf", "Zs", "Zl", "Zp"})
+"""Unicode categories without ink: controls, formats (zero-width ones), spaces and separators."""
 
 ConversationPath = list[Message]  # inside the class, `list` is the method
 
@@ -107,10 +114,17 @@ class Chats:
 
     def view(self, owner: str, conversation_id: str) -> ChatView:
         """Raises NotFound."""
-        job = self._worker.job_of(conversation_id)
-        conversation, path, siblings = self._store.snapshot(owner, conversation_id)
-        messages = tuple(message if job else _not_running(message) for message in path)
-        return ChatView(conversation, messages, siblings, job)
+        view = self._look(owner, conversation_id)
+        if view.job is None and any(message.status == "running" for message in view.messages):
+            with self._verb:  # a verb may be between storing a message and starting its job
+                view = self._look(owner, conversation_id)
+        if view.job is None:
+            view = replace(view, messages=tuple(map(_not_running, view.messages)))
+        return view
+
+    def writing(self, owner: str) -> frozenset[str]:
+        """The ids of this owner's conversations whose reply is waiting or being written."""
+        return frozenset(job.conversation_id for job in self._worker.jobs_of(owner))
 
     def send(
         self,
@@ -154,10 +168,15 @@ class Chats:
                 )
             conversation = self._store.get(owner, message.conversation_id)
             self._check_can_start(conversation, self._store.path_to(owner, question_id))
+            shown = self._store.path(owner, conversation.id)
+            answers = [each for each in [message, *shown] if each.parent_id == question_id]
+            origin = Origin(
+                regenerated=bool(answers),
+                num_read_before=max((_num_read(answer) for answer in answers), default=0),
+            )
             seed = _seed(sampling)
             reply = self._store.add_reply(owner, question_id, sampling=sampling.to_json(), seed=seed)
-            siblings = self._store.siblings(owner, conversation.id)
-            return self._start(conversation, reply, Origin(regenerated=len(siblings[reply.id].ids) > 1))
+            return self._start(conversation, reply, origin)
 
     def edit(self, owner: str, message_id: str, text: str, sampling: SamplingSettings) -> Job:
         """A new sibling of a user message with other text, and a reply to it; the old branch stays.
@@ -219,6 +238,11 @@ class Chats:
         """Stop what is being written and end the inference thread; texts are stored by then."""
         self._worker.close()
 
+    def _look(self, owner: str, conversation_id: str) -> ChatView:
+        job = self._worker.job_of(conversation_id)
+        conversation, path, siblings = self._store.snapshot(owner, conversation_id)
+        return ChatView(conversation, tuple(path), siblings, job)
+
     def _send_first(self, owner: str, text: str, sampling: SamplingSettings) -> Job:
         draft = Conversation("", owner, _one_line(text), self._default_system_prompt, 0.0, 0.0)
         self._check_can_start(draft, [_question(draft, text)])
@@ -233,10 +257,15 @@ class Chats:
         return self._start(conversation, turn.reply, Origin())
 
     def _titled_after(self, conversation: Conversation, path: ConversationPath, text: str) -> Conversation:
-        """An untitled, empty conversation takes its title from the first message."""
+        """An untitled, empty conversation takes its title from the first message. The message is stored
+        already, so a title that could not be written must not keep it from being answered."""
         if path or conversation.title != "New chat":
             return conversation
-        return self._store.rename(conversation.owner, conversation.id, _one_line(text))
+        try:
+            return self._store.rename(conversation.owner, conversation.id, _one_line(text))
+        except StoreError as error:
+            log.warning("a chat keeps its placeholder title: %s", error)
+            return conversation
 
     def _check_can_start(self, conversation: Conversation, path: ConversationPath) -> None:
         """Everything that can refuse a reply is asked before anything is written."""
@@ -256,8 +285,7 @@ class Chats:
 
 
 def _refuse_empty(text: str) -> None:
-    visible = text.replace("\u200b", "").replace("\ufeff", "").strip()
-    if not visible:
+    if all(unicodedata.category(character) in _INVISIBLE for character in text):
         raise EmptyMessage("There is nothing to send yet.")
 
 
@@ -268,6 +296,12 @@ def _one_line(text: str) -> str:
 
 def _seed(sampling: SamplingSettings) -> int:
     return secrets.randbits(62) if sampling.seed is None else sampling.seed
+
+
+def _num_read(reply: Message) -> int:
+    """Prompt tokens that a reply's turn had in its cache or read, as stored."""
+    count = reply.stats.get("num_prompt_tokens", 0)
+    return count if isinstance(count, int) else 0
 
 
 def _question(conversation: Conversation, text: str) -> Message:

@@ -252,5 +252,5 @@ def _sha256(path: Path) -> str:
 
 def first_line(error: BaseException) -> str:
     """The first line of what a library said, fit to stand in brackets inside a sentence of ours."""
-    line = str(error).strip().partition("\n")[0].strip().rstrip(".")
+    line = str(error).strip().partition("\n")[0].rstrip(" .:")
     return line if len(line) <= _MAX_QUOTE else f"{line[:_MAX_QUOTE]}…"

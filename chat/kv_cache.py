@@ -35,6 +35,7 @@ class KVCache:
         self._model = model
         self._settings = settings
         self._token_ids: list[int] = []
+        self._idle: frozenset[int] = frozenset()
         self._cache = DynamicCache(config=model.config)
         for index, layer in enumerate(self._cache.layers):
             if type(layer) is DynamicLayer:
@@ -62,9 +63,18 @@ class KVCache:
 
     def nbytes_for(self, num_tokens: int, bytes_per_token: int) -> int:
         """Bytes allocated once `num_tokens` are held; `bytes_per_token` is over all layers."""
-        growing = self._growing
-        capacity = growing[0].capacity_for(num_tokens) if growing else num_tokens
-        return max(self.nbytes, capacity * bytes_per_token)
+        if not self._growing:
+            return max(self.nbytes, num_tokens * bytes_per_token)
+        layer = self._growing[0]
+        capacity = layer.capacity_for(num_tokens)
+        # While one buffer grows its old copy still stands: half of one layer, never more at once.
+        moving = layer.nbytes // 2 if capacity > layer.capacity else 0
+        return max(self.nbytes, capacity * bytes_per_token + moving)
+
+    def reserve(self, num_tokens: int) -> None:
+        """Allocate once for `num_tokens` in all, instead of step by step while they are fed."""
+        for layer in self._growing:
+            layer.reserve(num_tokens)
 
     def num_common(self, token_ids: Sequence[int]) -> int:
         """Length of the longest common beginning of the held ids and `token_ids`."""
@@ -86,7 +96,10 @@ class KVCache:
             raise ValueError("there is nothing to feed")
         input_ids = torch.tensor([list(token_ids)], dtype=torch.long, device=self._model.device)
         outputs = self._model(input_ids=input_ids, cache=self._cache, use_cache=True, logits_to_keep=1)
+        if not self._token_ids:
+            self._note_idle_layers()
         self._token_ids.extend(token_ids)
+        self.check()
         return outputs.logits[:, -1]
 
     def can_crop_to(self, num_tokens: int) -> bool:
@@ -115,17 +128,20 @@ class KVCache:
         self.check()
 
     @torch.inference_mode()
-    def copy_prefix(self, num_tokens: int) -> KVCache:
-        """A new cache holding the first `num_tokens` tokens: the bytes are copied, nothing is recomputed.
+    def copy_prefix(self, num_tokens: int, room_for: int = 0) -> KVCache:
+        """A new cache holding the first `num_tokens` tokens, with room for `room_for`: the bytes are copied,
+        nothing is recomputed.
 
         Raises CacheMismatch when a layer does not hold rows (see `crop_to`).
         """
         if not 0 <= num_tokens <= len(self):
             raise ValueError(f"cannot copy {num_tokens} of {len(self)} tokens")
         copy = KVCache(self._model, self._settings)
+        copy.reserve(room_for)
         for source, target in zip(self._cache.layers, copy._cache.layers, strict=True):
             _copy_rows(source, target, num_tokens)
         copy._token_ids = self._token_ids[:num_tokens]
+        copy._idle = self._idle
         copy.check()
         return copy
 
@@ -149,9 +165,17 @@ class KVCache:
 
     def check(self) -> None:
         """Prove the law of the module. Raises CacheMismatch."""
-        for index, length in enumerate(_layer_lengths(self._cache.layers)):
+        for index, layer in enumerate(self._cache.layers):
+            length = len(self) if index in self._idle else _layer_length(layer)
             if length is not None and length != len(self):
                 raise CacheMismatch(f"layer {index} holds {length} tokens, but the id list has {len(self)}")
+
+    def _note_idle_layers(self) -> None:
+        """Layers that the first pass left untouched are fed by another layer's rows and stay empty."""
+        layers = enumerate(self._cache.layers)
+        self._idle = frozenset(
+            index for index, layer in layers if isinstance(layer, DynamicLayer) and not layer.is_initialized
+        )
 
 
 def _growing(layer: object, growth_step: int) -> object:
@@ -163,12 +187,11 @@ def _growing(layer: object, growth_step: int) -> object:
     return layer
 
 
-def _layer_lengths(layers: Sequence[object]) -> list[int | None]:
-    """Tokens seen per layer; None where a layer counts nothing (recurrent, or fed by another layer)."""
-    return [
-        layer.get_seq_length() if isinstance(layer, DynamicLayer) and layer.is_initialized else None
-        for layer in layers
-    ]
+def _layer_length(layer: object) -> int | None:
+    """Tokens seen; None where a layer counts nothing because it keeps a recurrent state only."""
+    if not isinstance(layer, DynamicLayer):
+        return None
+    return layer.get_seq_length() if layer.is_initialized else 0
 
 
 def _layer_can_crop(layer: object) -> bool:

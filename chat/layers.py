@@ -21,13 +21,15 @@ class GrowingLayer(DynamicLayer):
         super().__init__()  # pyright: ignore[reportUnknownMemberType]
         self.growth_step = growth_step
         self.num_tokens = 0
+        self._num_wanted = 0
         self._key_buffer: Tensor | None = None
         self._value_buffer: Tensor | None = None
 
     @property
     def capacity(self) -> int:
         """Tokens that fit before the next allocation."""
-        return 0 if self._key_buffer is None else self._key_buffer.shape[-2]
+        buffers = (self._key_buffer, self._value_buffer)
+        return min(0 if buffer is None else buffer.shape[-2] for buffer in buffers)
 
     @property
     def nbytes(self) -> int:
@@ -47,8 +49,9 @@ class GrowingLayer(DynamicLayer):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Remember dtype, device and head shapes from the first states `[1, kv_heads, n, head_dim]`."""
         self.dtype, self.device = key_states.dtype, key_states.device
-        self._key_buffer = key_states.new_empty(*key_states.shape[:2], 0, key_states.shape[-1])
-        self._value_buffer = value_states.new_empty(*value_states.shape[:2], 0, value_states.shape[-1])
+        capacity = self.capacity_for(self._num_wanted)
+        self._key_buffer = key_states.new_empty(*key_states.shape[:2], capacity, key_states.shape[-1])
+        self._value_buffer = value_states.new_empty(*value_states.shape[:2], capacity, value_states.shape[-1])
         self.is_initialized = True
         self._show(0)
 
@@ -70,13 +73,34 @@ class GrowingLayer(DynamicLayer):
         return self.keys, self.values
 
     def reserve(self, num_tokens: int) -> None:
-        """Make room for `num_tokens` in all. Before the first update there is no shape yet: a no-op."""
+        """Make room for `num_tokens` in all; before the first update, when there is no shape yet, remember
+        to do so then."""
+        self._num_wanted = max(self._num_wanted, num_tokens)
         capacity = self.capacity_for(num_tokens)
-        if capacity == self.capacity or self._key_buffer is None or self._value_buffer is None:
+        if capacity <= self.capacity or self._key_buffer is None or self._value_buffer is None:
             return
         self._key_buffer = _grown(self._key_buffer, capacity, self.num_tokens)
         self._value_buffer = _grown(self._value_buffer, capacity, self.num_tokens)
         self._show(self.num_tokens)
+
+    def prepare(self, keys_like: Tensor, values_like: Tensor, num_tokens: int) -> None:
+        """Make room for `num_tokens` rows before any was computed here, shaped like `[kv_heads, n, head_dim]`
+        tensors from elsewhere; when there are rows already, only the room is made."""
+        if not self.is_initialized:
+            self.lazy_initialization(keys_like[None], values_like[None])
+        self.reserve(num_tokens)
+
+    def rows(self, start: int, end: int) -> tuple[Tensor, Tensor]:
+        """Views `[kv_heads, end - start, head_dim]` of the buffers, also of room that holds nothing yet."""
+        assert self._key_buffer is not None
+        assert self._value_buffer is not None
+        return self._key_buffer[0, :, start:end], self._value_buffer[0, :, start:end]
+
+    def adopt(self, num_tokens: int) -> None:
+        """Declare the first `num_tokens` rows valid: they were filled through `rows`."""
+        if not self.num_tokens <= num_tokens <= self.capacity:
+            raise ValueError(f"cannot adopt {num_tokens} rows of {self.capacity}")
+        self._show(num_tokens)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last `-tokens_to_remove` tokens (the library's sign); more than all removes all.

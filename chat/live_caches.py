@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from cache_store.records import Message
 from chat.errors import MemoryLimit
 from chat.kv_cache import KVCache
 from chat.stats import Reason
@@ -20,11 +21,19 @@ from chat.stats import Reason
 
 @dataclass(frozen=True, slots=True)
 class LiveCache:
-    """A cache and what it was read for. `system_prompt` tells an edited beginning from a template's doing."""
+    """A cache and what it was read for. `system_prompt`, `reply_id` (the last reply it holds) and that
+    reply's `question_id` tell an edited beginning and another branch from a template that renders the same
+    past differently."""
 
     owner: str
     cache: KVCache
     system_prompt: str
+    reply_id: str = ""
+    question_id: str = ""
+
+    def was_read_for(self, path: Sequence[Message]) -> bool:
+        """Whether its last turn was on this path: answered on it, or another answer to its last question."""
+        return path[-1].id == self.question_id or any(message.id == self.reply_id for message in path)
 
 
 class LiveCaches:
@@ -85,24 +94,27 @@ class LiveCaches:
                 if live.owner != owner or not live.cache.has_rows():
                     continue
                 length = live.cache.num_common(token_ids)
-                if length > best[1]:
+                if length and length >= best[1]:  # of equals the most recently used one
                     best = (live.cache, length)
             return best
 
-    def make_room(self, num_bytes: int) -> None:
-        """Evict until `num_bytes` more fit next to what is kept.
+    def make_room(self, num_bytes: int, beside: KVCache | None = None) -> None:
+        """Evict until `num_bytes` more fit next to what is kept; the cache `beside` stays.
 
-        Raises MemoryLimit when they would not fit even alone; then nothing was evicted.
+        Raises MemoryLimit when they would not fit even alone with it; then nothing was evicted.
         """
         with self._lock:
-            if num_bytes > self.max_bytes:
+            if num_bytes + (beside.nbytes if beside else 0) > self.max_bytes:
                 raise MemoryLimit(
                     f"This chat needs {_megabytes(num_bytes)} of cache, but --max-live-memory allows"
-                    f" {_megabytes(self.max_bytes)}; your text is kept, start with a larger limit or a new chat."
+                    f" {_megabytes(self.max_bytes)}; your text is kept, allow more or use a new chat."
                 )
-            while self._kept and self.nbytes + num_bytes > self.max_bytes:
-                evicted, _ = self._kept.popitem(last=False)
-                self._forgotten[evicted] = "evicted"
+            for name, live in list(self._kept.items()):
+                if self.nbytes + num_bytes <= self.max_bytes:
+                    return
+                if live.cache is not beside:
+                    del self._kept[name]
+                    self._forgotten[name] = "evicted"
 
 
 def _megabytes(num_bytes: int) -> str:

@@ -32,6 +32,7 @@ from chat.checkpoint import Checkpoint, fetch_weights, find_checkpoint, first_li
 from chat.errors import ModelUnusable
 from chat.model_facts import (
     check_template,
+    check_tokenizer,
     end_token_ids,
     fingerprint,
     kv_bytes_per_token,
@@ -123,7 +124,7 @@ def _load_config(checkpoint: Checkpoint) -> PreTrainedConfig:
         stated = read_json(checkpoint, "config.json")
         if stated.get("model_type") not in CONFIG_MAPPING:
             raise ModelUnusable(_why_unknown(checkpoint.name, stated))
-    with _failures_as_sentences(checkpoint.name):
+    with _failures_as_sentences(checkpoint.name, _guess(checkpoint)):
         config: PreTrainedConfig = cast("Any", AutoConfig).from_pretrained(
             checkpoint.folder, **_from(checkpoint)
         )
@@ -148,13 +149,15 @@ def _why_unknown(name: str, stated: Mapping[str, Any]) -> str:
 
 
 def _load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
-    with _failures_as_sentences(f"The tokenizer of {checkpoint.name}"):
+    guess = "its files are missing or of a kind that needs other packages"
+    with _failures_as_sentences(f"The tokenizer of {checkpoint.name}", guess):
         tokenizer: object = cast("Any", AutoTokenizer).from_pretrained(checkpoint.folder, **_from(checkpoint))
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise ModelUnusable(
             f"{checkpoint.name} has a tokenizer without a fast form (tokenizer.json), which streaming needs;"
             " choose another model with --model."
         )
+    check_tokenizer(checkpoint.name, tokenizer)
     return tokenizer
 
 
@@ -166,7 +169,7 @@ def _load_weights(
         form: dict[str, Any] = {"quantization_config": GgufConfig(dequantize=True)}
     else:
         form = {"use_safetensors": True, "config": config}
-    with _failures_as_sentences(checkpoint.name):
+    with _failures_as_sentences(checkpoint.name, _guess(checkpoint)):
         model, report = cast("Any", AutoModelForCausalLM).from_pretrained(
             checkpoint.folder,
             dtype=dtype,
@@ -175,10 +178,11 @@ def _load_weights(
             **form,
             **_from(checkpoint),
         )
-    if report["missing_keys"]:
+    missing = sorted(report["missing_keys"])
+    if missing:
         raise ModelUnusable(
-            f"{checkpoint.name} is incomplete: its files hold no weights for {len(report['missing_keys'])}"
-            " parts of the model; fetch it again or choose another one with --model."
+            f"{checkpoint.name} is incomplete: its files lack weights (in all {len(missing)}, such as"
+            f" {missing[0]}); fetch the model again or choose another one with --model."
         )
     return cast("PreTrainedModel", model.eval().requires_grad_(False))
 
@@ -189,16 +193,25 @@ def _from(checkpoint: Checkpoint) -> dict[str, Any]:
     return {"local_files_only": True, "trust_remote_code": False, **where}
 
 
+def _guess(checkpoint: Checkpoint) -> str:
+    if checkpoint.gguf_file is None:
+        return "its files do not go together"
+    return "the file is damaged, or of a kind that transformers does not read"
+
+
 @contextmanager
-def _failures_as_sentences(what: str) -> Generator[None]:
-    """The one place where the libraries' errors while loading become ours."""
+def _failures_as_sentences(what: str, guess: str) -> Generator[None]:
+    """The one place where the libraries' errors while loading become ours. `guess`: the usual cause."""
     try:
         yield
     except Exception as error:
-        if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+        said = str(error)
+        if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in said:
             reason = "it does not fit into memory"
+        elif "trust_remote_code" in said:
+            reason = "it needs program code that comes with the model, which Keepwarm never runs"
         else:
-            reason = first_line(error) or type(error).__name__
+            reason = f"{guess}: {first_line(error) or type(error).__name__}"
         raise ModelUnusable(
             f"{what} cannot be loaded ({reason}); choose another model with --model."
         ) from error

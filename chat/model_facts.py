@@ -69,6 +69,18 @@ def check_template(name: str, tokenizer: PreTrainedTokenizerBase) -> None:
         )
 
 
+def check_tokenizer(name: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Write and read a sentence. Raises ModelUnusable when nothing like it comes back: without its files a
+    tokenizer may load all the same, knowing no words."""
+    coder = cast("Any", tokenizer)
+    back: str = coder.decode(coder.encode(_QUESTION, add_special_tokens=False))
+    if "".join(back.split()).casefold() != "".join(_QUESTION.split()).casefold():
+        raise ModelUnusable(
+            f"{name} has a tokenizer that knows no words, because its files are missing or damaged; fetch the"
+            " model again or choose another one with --model."
+        )
+
+
 def end_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """All that may end a reply: what the generation config names, what the tokenizer names, and what the
     template itself writes behind a reply (chat models often end with another token than the base model)."""

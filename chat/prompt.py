@@ -19,16 +19,16 @@ from __future__ import annotations
 
 import re
 import threading
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
-import jinja2
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import encode_marked_chat, mark_control_tokens
 
 from cache_store.records import Message
 from chat.errors import PromptFailed
+from chat.piece_cache import PieceCache
 
 _MARK = "\ue5c0{}\ue5c1"
 """Stands for reply number {} in the first rendering. Private-use characters: no template treats them
@@ -36,8 +36,6 @@ specially, and they are removed from real texts so that nobody can forge one."""
 
 _MARK_RE = re.compile("\ue5c0[0-9]+\ue5c1")
 _FORGED = str.maketrans("", "", "\ue5c0\ue5c1")
-
-_CACHED_PIECES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +59,7 @@ class PromptRenderer:
         self._tokenizer = tokenizer
         self._eos_token_ids = eos_token_ids
         self._control_tokens = _control_token_pattern(tokenizer)
-        self._encode_piece = lru_cache(_CACHED_PIECES)(self._encode_piece_now)
+        self._pieces = PieceCache()
         self._lock = threading.Lock()  # the Rust tokenizer refuses to be used while an option is being set
 
     def render(self, messages: Sequence[Message], system_prompt: str = "") -> Prompt:
@@ -96,7 +94,7 @@ class PromptRenderer:
     def _render_text(self, chat: list[dict[str, str]]) -> str:
         try:
             rendered = self._tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-        except (jinja2.TemplateError, TypeError, KeyError, ValueError) as error:
+        except Exception as error:  # a template is a program of somebody else's; it may raise anything
             raise PromptFailed(
                 f"The model's chat template refused this chat ({error}); your text is kept, change the"
                 " message or the system prompt and try again."
@@ -125,36 +123,49 @@ class PromptRenderer:
     def _whole(self, real: str, replies: Sequence[Message]) -> Prompt:
         """The template reordered or dropped replies: take its text as it is and splice nothing."""
         ids = self._encode_piece(real, False)
-        return Prompt(ids, (), frozenset(reply.id for reply in replies))
+        return Prompt(tuple(ids), (), frozenset(reply.id for reply in replies))
 
     def _without_end(self, token_ids: tuple[int, ...]) -> tuple[int, ...]:
         """Drop a sampled end-of-turn: the template writes its own right after, exactly once."""
         return token_ids[:-1] if token_ids and token_ids[-1] in self._eos_token_ids else token_ids
 
-    def _encode_piece_now(self, text: str, follows: bool) -> tuple[int, ...]:
+    def _encode_piece(self, text: str, follows: bool) -> Sequence[int]:
         """`follows`: something stands before this piece, so a tokenizer that marks the start of a text
-        (SentencePiece) must not do it here. A newline goes in front and its ids are taken off again; where
-        they merge with what follows, the piece is encoded alone."""
+        (SentencePiece) must not do it here. Raises PromptFailed when control tokens typed in the text
+        cannot be told from real ones."""
         if not text:
             return ()
         with self._lock:
-            return self._encoded(text, follows)
+            known = self._pieces.get(text, follows)
+            if known is not None:
+                return known
+            try:
+                ids = array("I", self._encoded(text, follows))
+            except ValueError as error:
+                raise PromptFailed(
+                    f"The model's tokenizer cannot encode this chat safely ({error}); your text is kept,"
+                    " change the message and try again."
+                ) from error
+            self._pieces.put(text, follows, ids)
+            return ids
 
-    def _encoded(self, text: str, follows: bool) -> tuple[int, ...]:
+    def _encoded(self, text: str, follows: bool) -> list[int]:
+        """For a following piece a newline goes in front and its ids are taken off again; where they merge
+        with what follows, the piece is encoded alone."""
         if follows:
             newline = encode_marked_chat(self._tokenizer, "\n")
             ids = encode_marked_chat(self._tokenizer, "\n" + text)
             if ids[: len(newline)] == newline:
-                return tuple(ids[len(newline) :])
-        return tuple(encode_marked_chat(self._tokenizer, text))
+                return ids[len(newline) :]
+        return encode_marked_chat(self._tokenizer, text)
 
 
 def _control_token_pattern(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
-    """Tokens that mean something to the model: the special ones, and those that the template writes.
-    Added tokens of plain white space are ordinary text in every template that has them."""
-    template = str(tokenizer.chat_template or "")
+    """Tokens that mean something to the model. Not only those flagged special: the delimiters of a thinking
+    block rarely are. Added tokens that are plain words or white space are ordinary vocabulary."""
     added = tokenizer.added_tokens_decoder.values()
-    control = {t.content for t in added if t.special or (t.content in template and not t.content.isspace())}
+    control = {t.content for t in added if t.special or not "".join(t.content.split()).isalnum()}
+    control = {content for content in control if not content.isspace()}
     longest_first = sorted(control - {""}, key=lambda token: (-len(token), token))
     return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 

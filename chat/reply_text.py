@@ -14,7 +14,6 @@ from typing import cast
 
 import torch
 from tokenizers import Tokenizer
-from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerBase, StopStringCriteria
 
 _REPLACEMENT = "\ufffd"
@@ -47,7 +46,8 @@ class ReplyText:
         self._eos_token_ids = eos_token_ids
         self._stop_strings = stop_strings
         self._criteria = StopStringCriteria(tokenizer, list(stop_strings)) if stop_strings else None
-        self._stream = DecodeStream(skip_special_tokens=True)
+        self._window_start = 0
+        self._window_shown = 0
         self._streamed = ""
         self._num_shown = 0
         self._num_certain = 0
@@ -71,7 +71,7 @@ class ReplyText:
         """Take the next sampled id; return the text that is now certain, possibly empty."""
         self.token_ids.append(token_id)
         if token_id not in self._eos_token_ids:
-            self._streamed += self._stream.step(self._backend, token_id) or ""
+            self._streamed += self._next_text()
         self.hit_stop_string = self._criteria is not None and self._ends_with_stop_string()
         certain = len(self._streamed) - self._num_uncertain()
         shown = self._streamed[self._num_shown : max(certain, self._num_shown)]
@@ -91,14 +91,26 @@ class ReplyText:
             return Ending(self._decode(ids), tuple(ids), len(ids))
         return self._cut_after_whole_character()
 
+    def _next_text(self) -> str:
+        """What the newest ids add, once they end with a whole character. Only a window of ids is decoded:
+        the piece shown last, whose text the next one may depend on, and what came after it. (The library's
+        own stream decoder stops for good at bytes that never become a character.)"""
+        window = self._decode(self.token_ids[self._window_start :])
+        known = self._decode(self.token_ids[self._window_start : self._window_shown])
+        if window.endswith(_REPLACEMENT) or len(window) <= len(known):
+            return ""
+        self._window_start, self._window_shown = self._window_shown, len(self.token_ids)
+        return window[len(known) :]
+
     def _cut_after_whole_character(self) -> Ending:
         """An interrupted reply may end inside a character: those ids go, at most the bytes of one."""
         ids = list(self.token_ids)
         text = self._decode(ids)
         if len(text) > len(self._streamed) and text.endswith(_REPLACEMENT):
-            while ids and len(self._decode(ids)) > len(self._streamed):
-                ids.pop()
-            text = self._decode(ids)
+            for num_open in range(1, 4):  # a character has at most four bytes, the last one is missing
+                shorter = self._decode(ids[:-num_open])
+                if not shorter.endswith(_REPLACEMENT):
+                    return Ending(shorter, tuple(ids[:-num_open]), len(ids) - num_open)
         return Ending(text, tuple(ids), len(ids))
 
     def _cut_before_stop_string(self, encode: Callable[[str], list[int]]) -> Ending:

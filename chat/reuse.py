@@ -10,19 +10,22 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from cache_store.records import Conversation, Message
+from chat.errors import MemoryLimit
 from chat.kv_cache import KVCache
 from chat.live_caches import LiveCache, LiveCaches
 from chat.prompt import Prompt
-from chat.stats import Reason
+from chat.stats import Reason, TurnStats
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """How a reply came to be due: `question_edited` when the last message replaced another one,
-    `regenerated` when the reply is not the first to its question."""
+    """How a reply came to be due: `question_edited` when the last message replaced another one;
+    `regenerated` when the reply is not the first to its question, of whose prompt earlier ones had read
+    `num_read_before` tokens."""
 
     question_edited: bool = False
     regenerated: bool = False
+    num_read_before: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,7 @@ class Start:
 def start_turn(
     live: LiveCaches,
     conversation: Conversation,
+    path: Sequence[Message],
     prompt: Prompt,
     *,
     num_old: int,
@@ -54,18 +58,18 @@ def start_turn(
     lent = live.take(conversation.id)
     common = lent.cache.num_common(usable_ids) if lent else 0
     own = common if lent and lent.cache.can_crop_to(common) else 0
-    extends = lent is not None and common == len(lent.cache)
-    again = _why_again(live, lent, common, conversation, prompt)
-    other, shared = live.longest_prefix(conversation.owner, usable_ids)
+    extends = lent is not None and common == len(lent.cache) and lent.was_read_for(path)
+    again = _why_again(live, lent, common, conversation, path)
     try:
-        live.make_room((lent.cache if lent else new_cache()).nbytes_for(len(prompt), bytes_per_token))
-        if other is not None and shared > own:
-            cache = other.copy_prefix(shared)
-        elif lent is not None and own:
-            cache = lent.cache
-            cache.crop_to(own)
+        other, shared = _longer_beginning(live, conversation, prompt, own, new_cache, bytes_per_token)
+        if other is not None:
+            lent = None  # given up before its successor is allocated
+            cache = other.copy_prefix(shared, len(prompt))
         else:
-            cache = new_cache()
+            cache = lent.cache if lent is not None and own else new_cache()
+            live.make_room(cache.nbytes_for(len(prompt), bytes_per_token))
+            cache.crop_to(own)
+            cache.reserve(len(prompt))
     except BaseException:
         if lent is not None:
             live.keep(conversation.id, lent)
@@ -79,22 +83,34 @@ def start_turn(
     return Start(cache, len(cache), reasons)
 
 
-def num_computed_before(
-    path: Sequence[Message], prompt: Prompt, origin: Origin, eos_token_ids: frozenset[int]
-) -> int:
-    """Prompt tokens that earlier turns on this path computed: all but the last one for a regenerated
-    reply; else up to the last reply's end, whose last sampled token was never fed unless an end-of-turn
-    came after it."""
+def _longer_beginning(
+    live: LiveCaches,
+    conversation: Conversation,
+    prompt: Prompt,
+    own: int,
+    new_cache: Callable[[], KVCache],
+    bytes_per_token: int,
+) -> tuple[KVCache | None, int]:
+    """Another of the owner's caches that shares a longer beginning with the prompt than our `own`, if a copy
+    fits the budget beside it; and how long that beginning is."""
+    other, shared = live.longest_prefix(conversation.owner, prompt.token_ids[:-1])
+    if other is None or shared <= own:
+        return None, 0
+    try:
+        live.make_room(new_cache().nbytes_for(len(prompt), bytes_per_token), beside=other)
+    except MemoryLimit:
+        return None, 0
+    return other, shared
+
+
+def num_computed_before(path: Sequence[Message], origin: Origin) -> int:
+    """Prompt tokens that earlier turns on this path computed and kept, as their stored stats say."""
     if origin.regenerated:
-        return len(prompt) - 1
-    replies = [message for message in path if message.role == "assistant"]
-    if not replies:
-        return 0
-    if not prompt.reply_spans:
-        return len(prompt) - 1
-    start, end = prompt.reply_spans[-1]
-    ids = replies[-1].token_ids
-    return end if ids and ids[-1] in eos_token_ids else max(start, end - 1)
+        return origin.num_read_before
+    for message in reversed(path):
+        if message.role == "assistant" and message.stats:
+            return TurnStats.from_json(message.stats).num_cached_tokens
+    return 0
 
 
 def _why_fresh(origin: Origin, only_the_last: bool) -> Reason:
@@ -104,12 +120,18 @@ def _why_fresh(origin: Origin, only_the_last: bool) -> Reason:
 
 
 def _why_again(
-    live: LiveCaches, lent: LiveCache | None, common: int, conversation: Conversation, prompt: Prompt
+    live: LiveCaches,
+    lent: LiveCache | None,
+    common: int,
+    conversation: Conversation,
+    path: Sequence[Message],
 ) -> Reason:
+    """A cache whose last reply is on the path was read for this very past: then only the template can have
+    rendered it differently. Otherwise it belongs to another branch."""
     if lent is None:
         return live.why_missing(conversation.id) or "restart"
     if lent.system_prompt != conversation.system_prompt:
         return "edited"
     if not lent.cache.can_crop_to(common):
         return "not_croppable"
-    return "template" if prompt.rewritten else "evicted"
+    return "template" if lent.was_read_for(path) else "evicted"

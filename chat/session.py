@@ -127,8 +127,9 @@ class ChatSession:
         start = start_turn(
             self._live,
             conversation,
+            path,
             prompt,
-            num_old=num_computed_before(path, prompt, origin, loaded.eos_token_ids),
+            num_old=num_computed_before(path, origin),
             origin=origin,
             new_cache=lambda: KVCache(loaded.model, self._settings),
             bytes_per_token=loaded.kv_bytes_per_token,
@@ -165,9 +166,9 @@ class ChatSession:
 
     def _finish(self, turn: Turn, conversation: Conversation, reply: Message) -> Ended:
         ending = turn.text.ending(self._renderer.encode_text)
-        self._give_back(turn, conversation, num_reply_tokens=ending.num_sampled)
+        num_cached = self._give_back(turn, conversation, reply, ending.num_sampled)
         status: Status = "done" if turn.finish_reason in {"eos", "stop_string"} else "stopped"
-        stats = turn.stats()
+        stats = turn.stats(num_cached)
         self._store.finish_reply(
             reply.id,
             token_ids=ending.token_ids,
@@ -183,14 +184,15 @@ class ChatSession:
         self, turn: Turn | None, conversation: Conversation, reply: Message, error: BaseException
     ) -> Ended:
         sentence = sentence_for(error)
-        text, token_ids = "", ()
+        text, token_ids, stats = "", (), None
         if turn is not None:
             ending = turn.text.ending(self._renderer.encode_text)
             text, token_ids = ending.text, ending.token_ids
             if turn.cache.recover():
-                self._give_back(turn, conversation, num_reply_tokens=ending.num_sampled)
+                self._give_back(turn, conversation, reply, ending.num_sampled)
             else:
                 self._live.forget(conversation.id, "failed")
+            stats = turn.stats(len(turn.cache))
         try:
             self._store.finish_reply(
                 reply.id,
@@ -199,24 +201,30 @@ class ChatSession:
                 status="failed",
                 finish_reason="error",
                 error=sentence,
-                stats={},
+                stats=stats.to_json() if stats else {},
             )
         except StoreError as store_error:
             log.error("the failed reply could not be stored either: %s", store_error)
             sentence = f"{sentence} {store_error}"
-        return Ended("failed", text, sentence, None)
+        return Ended("failed", text, sentence, stats)
 
-    def _give_back(self, turn: Turn, conversation: Conversation, num_reply_tokens: int) -> None:
-        """Hand the cache back, cut to what the conversation keeps of this reply."""
+    def _give_back(
+        self, turn: Turn, conversation: Conversation, reply: Message, num_reply_tokens: int
+    ) -> int:
+        """Hand the cache back, cut to what the conversation keeps of this reply; how many tokens that is."""
         kept = min(len(turn.cache), len(turn.prompt_ids) + num_reply_tokens)
         if not turn.cache.can_crop_to(kept):
             self._live.forget(conversation.id, "not_croppable")
-            return
+            return kept
         turn.cache.crop_to(kept)
         turn.cache.check()
         self._live.keep(
-            conversation.id, LiveCache(conversation.owner, turn.cache, conversation.system_prompt)
+            conversation.id,
+            LiveCache(
+                conversation.owner, turn.cache, conversation.system_prompt, reply.id, reply.parent_id or ""
+            ),
         )
+        return kept
 
     def _check_context(self, prompt: Prompt) -> None:
         limit = self.loaded.num_context_tokens

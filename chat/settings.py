@@ -72,6 +72,8 @@ class SamplingSettings:
     stop_strings: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
+            object.__setattr__(self, name, float(getattr(self, name)))  # JSON does not keep 1.0 apart from 1
         limits = {
             "temperature": 0.0 <= self.temperature <= 5.0,
             "top_p": 0.0 < self.top_p <= 1.0,

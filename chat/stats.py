@@ -31,6 +31,7 @@ class TurnStats:
 
     `ttft_s`: from the moment the job left the queue to the first sampled token. `queue_s`: the wait
     before that. `decode_tokens_per_s`: over the tokens after the first one; 0 when there was none.
+    `num_cached_tokens`: what the conversation's cache held when the turn was over.
     """
 
     num_prompt_tokens: int
@@ -42,6 +43,7 @@ class TurnStats:
     queue_s: float = 0.0
     ttft_s: float = 0.0
     decode_tokens_per_s: float = 0.0
+    num_cached_tokens: int = 0
 
     @property
     def num_read_again(self) -> int:

@@ -82,7 +82,7 @@ class Turn:
                 self.finish_reason = "stop_string" if self.text.hit_stop_string else "eos"
                 return
 
-    def stats(self) -> TurnStats:
+    def stats(self, num_cached: int) -> TurnStats:
         """The numbers of this turn as far as it went: a prompt not read to its end counts in part."""
         seconds = self._last_at - self._first_at
         return TurnStats(
@@ -95,6 +95,7 @@ class Turn:
             queue_s=self.queue_s,
             ttft_s=max(0.0, self._first_at - self.began),
             decode_tokens_per_s=(self.num_decoded - 1) / seconds if seconds > 0 else 0.0,
+            num_cached_tokens=num_cached,
         )
 
     def _may_go_on(self) -> bool:

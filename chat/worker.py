@@ -130,8 +130,12 @@ class Worker:
                 raise QueueFull("Too many replies are waiting; your text is kept, send it again in a minute.")
 
     def submit(self, task: Task) -> None:
-        """Put a task in its owner's line."""
+        """Put a task in its owner's line; while the app is closing it ends as stopped instead."""
         with self._changed:
+            if self._closing:
+                task.job.request_stop()
+                self._end_unstarted(task)
+                return
             self._queue.push(task)
             self._jobs[task.job.conversation_id] = task.job
             self._tell_positions()
@@ -141,6 +145,11 @@ class Worker:
         """The waiting or running job of a conversation."""
         with self._changed:
             return self._jobs.get(conversation_id)
+
+    def jobs_of(self, owner: str) -> list[Job]:
+        """The waiting and running jobs of one owner."""
+        with self._changed:
+            return [job for job in self._jobs.values() if job.owner == owner]
 
     def stop(self, conversation_id: str) -> None:
         """End a conversation's reply: at once when it waits, within one token when it is being written."""
@@ -219,8 +228,10 @@ class Worker:
             BaseException
         ) as error:  # `advance` promises not to raise; a waiting page must not hang if it does
             log.exception("a reply ended without a result")
+            sentence = sentence_for(error)
+            self._finish_row(task, status="failed", finish_reason="error", error=sentence)
             self._free(job)
-            job.publish(state="failed", error=sentence_for(error))
+            job.publish(state="failed", error=sentence)
 
     def _publish(self, job: Job, event: Reading | Delta | Ended) -> None:
         match event:
@@ -245,24 +256,24 @@ class Worker:
             task.job.publish(state="loading" if loading and position == 0 else "queued", position=position)
 
     def _end_unstarted(self, task: Task) -> None:
-        self._finish_row(task.reply, status="stopped", finish_reason="stopped", error=None)
+        self._finish_row(task, status="stopped", finish_reason="stopped", error=None)
         task.job.publish(state="stopped")
 
     def _fail_unstarted(self, task: Task, error: ChatError) -> None:
-        self._finish_row(task.reply, status="failed", finish_reason="error", error=str(error))
+        self._finish_row(task, status="failed", finish_reason="error", error=str(error))
         self._free(task.job)
         task.job.publish(state="failed", error=str(error))
 
-    def _finish_row(self, reply: Message, *, status: str, finish_reason: str, error: str | None) -> None:
+    def _finish_row(self, task: Task, *, status: str, finish_reason: str, error: str | None) -> None:
         try:
             self._store.finish_reply(
-                reply.id,
+                task.reply.id,
                 token_ids=(),
-                text="",
+                text=task.job.view.text,
                 status=status,  # pyright: ignore[reportArgumentType]
                 finish_reason=finish_reason,
                 error=error,
                 stats={},
             )
         except StoreError as store_error:
-            log.error("a reply that never started could not be closed: %s", store_error)
+            log.error("a reply could not be closed: %s", store_error)

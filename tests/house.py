@@ -7,6 +7,7 @@ layer as its id list names, and that list is an exact beginning of what will be 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -32,7 +33,7 @@ NEAR_TIE = 1e-4
 
 class House:
     """`max_live_bytes` bounds the live caches. Use as a context manager; `restart` is a new process's view
-    of the same folder: everything in RAM is gone."""
+    of the same folder: everything in RAM is gone. With a `load` of its own the house does not wait for it."""
 
     def __init__(
         self,
@@ -42,7 +43,9 @@ class House:
         max_live_bytes: int = 10**9,
         settings: CacheSettings | None = None,
         default_system_prompt: str = "",
+        load: Callable[[], ChatSession] | None = None,
     ) -> None:
+        self.load = load
         self.folder = folder
         self.loaded = loaded
         self.max_live_bytes = max_live_bytes
@@ -66,7 +69,8 @@ class House:
             default_system_prompt=self.default_system_prompt,
         )
         self.worker.start()
-        self.worker.wait_until_loaded(PATIENCE_S)
+        if self.load is None:
+            self.worker.wait_until_loaded(PATIENCE_S)
 
     def close(self) -> None:
         self.chats.close()
@@ -83,6 +87,9 @@ class House:
         self.close()
 
     def _session(self) -> ChatSession:
+        return self.load() if self.load is not None else self.new_session()
+
+    def new_session(self) -> ChatSession:
         return ChatSession(self.loaded, self.store, self.live, self.settings)
 
     # A person's verbs, waiting for the reply
@@ -98,7 +105,9 @@ class House:
     ) -> ChatView:
         return self.finish(self.start(text, chat, sampling, owner))
 
-    def regenerate(self, message_id: str, sampling: SamplingSettings = GREEDY, owner: str = OWNER) -> ChatView:
+    def regenerate(
+        self, message_id: str, sampling: SamplingSettings = GREEDY, owner: str = OWNER
+    ) -> ChatView:
         return self.finish(self.chats.regenerate(owner, message_id, sampling))
 
     def edit(
@@ -118,6 +127,15 @@ class House:
         if live is not None:
             self.live.keep(chat, live)
         return live
+
+    def kept(self) -> dict[str, LiveCache]:
+        """Every kept cache by conversation, least recently used first; looking changes nothing."""
+        return dict(self.live._kept)  # pyright: ignore[reportPrivateUsage]
+
+    def num_rows(self) -> int:
+        """Rows of all tables that hold what people wrote."""
+        tables = ("conversations", "messages")
+        return sum(len(self.database.rows(f"SELECT id FROM {table}")) for table in tables)  # noqa: S608
 
     def prompt(self, view: ChatView, upto: int | None = None, extra: str | None = None) -> Prompt:
         """What is fed for the first `upto` messages, followed by a question `extra`."""
@@ -139,6 +157,8 @@ class House:
         """The newest reply must have been written greedily."""
         view = self.chats.view(owner, chat)
         reply = view.messages[-1]
+        assert reply.error is None, reply.error
+        assert reply.finish_reason is not None, "the reply has no end"
         prompt = self.prompt(view, upto=-1)
         assert_greedy(self.loaded, prompt.token_ids, reply.token_ids[:num_tokens])
 
@@ -155,7 +175,9 @@ def assert_greedy(loaded: LoadedModel, prompt_ids: tuple[int, ...], reply_ids: t
         return
     ids = torch.tensor([[*prompt_ids, *reply_ids]], device=loaded.device)
     cache = DynamicCache(config=loaded.model.config)
-    logits = loaded.model(input_ids=ids, cache=cache, use_cache=True).logits[0, len(prompt_ids) - 1 : -1].float()
+    logits = (
+        loaded.model(input_ids=ids, cache=cache, use_cache=True).logits[0, len(prompt_ids) - 1 : -1].float()
+    )
     chosen = logits.gather(1, torch.tensor(reply_ids, device=loaded.device)[:, None])[:, 0]
     gaps = logits.max(dim=-1).values - chosen
     worst = int(gaps.argmax())
