@@ -76,7 +76,63 @@ def m001_transcripts(db: sqlite_utils.Database) -> None:
     )
 
 
-STEPS = (m001_transcripts,)
+def m002_segments(db: sqlite_utils.Database) -> None:
+    """The tree of KV segments, which chats use them, and what they were computed with.
+
+    A segment hangs from its parent at `start`, which may be in the middle of the parent. At one place of
+    one parent no two children begin with the same token (for first segments: of one owner and fingerprint),
+    so a look-up is one point query per step. `first_token` is the first four bytes of `token_ids`; it is
+    kept apart so that the index answers without reading them. The parent's key includes owner and
+    fingerprint, so that a segment cannot hang below one of somebody else or of another model. It does not
+    cascade and is checked at the end of a transaction, because rows are rearranged in more than one step.
+    A segment whose file was evicted keeps its row until no chat needs it.
+    """
+    db.executescript(
+        """
+        CREATE TABLE fingerprints (
+            id INTEGER PRIMARY KEY,
+            fields TEXT NOT NULL UNIQUE
+        );
+
+        CREATE TABLE segments (
+            number INTEGER PRIMARY KEY,
+            id TEXT NOT NULL UNIQUE,
+            owner TEXT NOT NULL,
+            fingerprint_id INTEGER NOT NULL REFERENCES fingerprints (id),
+            parent_id TEXT,
+            start INTEGER NOT NULL CHECK (start >= 0 AND (parent_id IS NOT NULL OR start = 0)),
+            num_tokens INTEGER NOT NULL CHECK (num_tokens > 0),
+            state TEXT NOT NULL CHECK (state IN ('stored', 'evicted')),
+            file TEXT,
+            nbytes INTEGER NOT NULL,
+            checksum TEXT,
+            seconds REAL NOT NULL,
+            created_at REAL NOT NULL,
+            last_used_at REAL NOT NULL,
+            first_token BLOB NOT NULL CHECK (first_token = substr(token_ids, 1, 4)),
+            token_ids BLOB NOT NULL CHECK (length(token_ids) = 4 * num_tokens),
+            CHECK ((state = 'stored') = (file IS NOT NULL) AND (state = 'stored') = (checksum IS NOT NULL)),
+            UNIQUE (id, owner, fingerprint_id),
+            FOREIGN KEY (parent_id, owner, fingerprint_id) REFERENCES segments (id, owner, fingerprint_id)
+                DEFERRABLE INITIALLY DEFERRED
+        );
+        CREATE UNIQUE INDEX segments_first ON segments (owner, fingerprint_id, first_token)
+            WHERE parent_id IS NULL;
+        CREATE UNIQUE INDEX segments_by_parent ON segments (parent_id, start, first_token);
+
+        CREATE TABLE segment_uses (
+            conversation_id TEXT NOT NULL REFERENCES conversations (id) ON DELETE CASCADE,
+            segment_id TEXT NOT NULL REFERENCES segments (id) ON DELETE CASCADE DEFERRABLE INITIALLY DEFERRED,
+            num_rows INTEGER NOT NULL CHECK (num_rows > 0),
+            used_at REAL NOT NULL,
+            PRIMARY KEY (conversation_id, segment_id)
+        ) WITHOUT ROWID;
+        CREATE INDEX segment_uses_by_segment ON segment_uses (segment_id);
+        """
+    )
+
+
+STEPS = (m001_transcripts, m002_segments)
 
 MIGRATIONS = sqlite_utils.Migrations("keepwarm")
 for _step in STEPS:

@@ -70,3 +70,107 @@ class Turn:
 
     question: Message
     reply: Message
+
+
+SegmentState = Literal["stored", "evicted"]
+"""`evicted`: the file is gone, so that the rows must be computed again; the row still says that they were."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """The KV rows of the tokens [start, end) of a path; hangs from its parent at `start`.
+
+    `parent.start < start <= parent.end`: a child may hang in the middle of its parent. Then the parent's
+    rows from `start` on belong to another path. `seconds` is what it took to compute the rows. `nbytes` is
+    the size of the file, 0 when it was evicted. Times are seconds since the epoch.
+    """
+
+    id: str
+    owner: str
+    fingerprint_id: int
+    parent_id: str | None
+    start: int
+    num_tokens: int
+    state: SegmentState
+    file: str | None
+    nbytes: int
+    checksum: str | None
+    seconds: float
+    created_at: float
+    last_used_at: float
+
+    @property
+    def end(self) -> int:
+        """How many tokens of the path lie before its own end."""
+        return self.start + self.num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """The first `num_rows` rows of a segment, as a part of a path."""
+
+    segment: Segment
+    num_rows: int
+
+    @property
+    def end(self) -> int:
+        """How many tokens of the path lie before the end of this part."""
+        return self.segment.start + self.num_rows
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """The longest stored beginning of a path, from its first token; may be empty.
+
+    `evicted`: the path went on, but the file of its next segment is gone.
+    """
+
+    links: tuple[Link, ...]
+    evicted: bool
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens of the path are stored."""
+        return self.links[-1].end if self.links else 0
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentNode:
+    """A segment and the chats that end in it or branch off within it."""
+
+    segment: Segment
+    conversation_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentCheck:
+    """What became of one segment's file; `damage` says what is wrong with it, None when it is as written."""
+
+    segment: Segment
+    damage: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class StoreSize:
+    """What lies on the disk, in bytes. `kv_bytes` is all that counts against `max_bytes`: the segments'
+    files, half-written ones and what was set aside."""
+
+    kv_bytes: int
+    max_bytes: int
+    stored_bytes: int
+    quarantined_bytes: int
+    database_bytes: int
+    num_stored: int
+    num_evicted: int
+    num_quarantined: int
+
+
+@dataclass(frozen=True, slots=True)
+class SweepReport:
+    """What was put in order at the start. `num_damaged` files were set aside; the rest was removed."""
+
+    num_temporary: int
+    num_orphans: int
+    num_missing: int
+    num_damaged: int
+    num_evicted: int

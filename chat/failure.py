@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import textwrap
 import traceback
 
 import torch
@@ -36,9 +37,14 @@ def translated(error: BaseException) -> ChatError:
             " --max-live-memory, or close other programs, then regenerate."
         )
     return GenerationFailed(
-        f"The reply broke off ({type(error).__name__}: {error}); the text so far is kept, regenerate to try"
-        " again."
+        f"The reply broke off ({named(error)}); the text so far is kept, regenerate to try again."
     )
+
+
+def named(error: BaseException) -> str:
+    """An exception's type, and what it says if it says anything, on one line."""
+    words = textwrap.shorten(str(error), 200, placeholder="…")
+    return f"{type(error).__name__}: {words}" if words else type(error).__name__
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -50,7 +56,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def log_and_release(error: BaseException) -> None:
     """Log the traceback, then let go of everything its frames hold, on the device too."""
-    log.error("a reply failed", exc_info=error)
+    # As text: a record with the exception itself would keep the frames for as long as a handler keeps it.
+    log.error("a reply failed\n%s", "".join(traceback.format_exception(error)))
     link: BaseException | None = error
     while link is not None:
         traceback.clear_frames(link.__traceback__)

@@ -94,6 +94,7 @@ class KVCache:
         """
         if not token_ids:
             raise ValueError("there is nothing to feed")
+        self.check()
         input_ids = torch.tensor([list(token_ids)], dtype=torch.long, device=self._model.device)
         outputs = self._model(input_ids=input_ids, cache=self._cache, use_cache=True, logits_to_keep=1)
         if not self._token_ids:

@@ -79,7 +79,7 @@ def start_turn(
     num_fresh = len(prompt) - len(cache) - num_again
     reasons: dict[Reason, int] = {_why_fresh(origin, len(cache) == limit): num_fresh}
     if num_again:
-        reasons[again] = num_again
+        reasons[again] = reasons.get(again, 0) + num_again
     return Start(cache, len(cache), reasons)
 
 

@@ -124,7 +124,11 @@ class ChatSession:
         prompt = self._renderer.render(path, conversation.system_prompt)
         self._check_context(prompt)
         loaded = self.loaded
-        start = start_turn(
+        sampling = SamplingSettings.from_json(reply.sampling)
+        seed = reply.seed if reply.seed is not None else secrets.randbits(63)
+        text = ReplyText(self._decoder, loaded.tokenizer, loaded.eos_token_ids, sampling.stop_strings)
+        sampler = Sampler(sampling, seed, prompt.token_ids, loaded.device)
+        start = start_turn(  # last, because it lends a cache that must come back
             self._live,
             conversation,
             path,
@@ -134,13 +138,11 @@ class ChatSession:
             new_cache=lambda: KVCache(loaded.model, self._settings),
             bytes_per_token=loaded.kv_bytes_per_token,
         )
-        sampling = SamplingSettings.from_json(reply.sampling)
-        seed = reply.seed if reply.seed is not None else secrets.randbits(63)
         return Turn(
             start=start,
             prompt_ids=prompt.token_ids,
-            text=ReplyText(self._decoder, loaded.tokenizer, loaded.eos_token_ids, sampling.stop_strings),
-            sampler=Sampler(sampling, seed, prompt.token_ids, loaded.device),
+            text=text,
+            sampler=sampler,
             chunk=self._settings.prefill_chunk,
             max_new_tokens=sampling.max_new_tokens,
             num_context_tokens=loaded.num_context_tokens,
@@ -203,6 +205,8 @@ class ChatSession:
                 error=sentence,
                 stats=stats.to_json() if stats else {},
             )
+        except NotFound:
+            self._live.forget(conversation.id)
         except StoreError as store_error:
             log.error("the failed reply could not be stored either: %s", store_error)
             sentence = f"{sentence} {store_error}"

@@ -19,7 +19,7 @@ from cache_store.conversations import Conversations
 from cache_store.errors import StoreError
 from cache_store.records import Conversation, Message
 from chat.errors import ChatError, ModelError, ModelUnusable, QueueFull
-from chat.failure import sentence_for
+from chat.failure import named, sentence_for
 from chat.job import Job
 from chat.reuse import Origin
 from chat.session import ChatSession, Delta, Ended
@@ -202,7 +202,7 @@ class Worker:
         except BaseException as unexpected:  # the page must say why, whatever it was
             log.exception("the model could not be loaded")
             error = ModelUnusable(
-                f"The model could not be loaded ({type(unexpected).__name__}: {unexpected}); your chats are"
+                f"The model could not be loaded ({named(unexpected)}); your chats are"
                 " kept, start the app with another --model."
             )
         with self._changed:

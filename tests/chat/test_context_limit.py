@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Generator
 from pathlib import Path
 
 import pytest
 
 from chat.errors import ContextFull
+from chat.session import ChatSession
 from chat.settings import SamplingSettings
-from tests.chat.passes import Passes, llama
-from tests.house import GREEDY, OWNER, House
+from tests.chat.passes import PATIENCE_S, Passes, llama
+from tests.house import GREEDY, OWNER, House, end_view
 
 LIMIT = 128
 """Tokens of context of the small model that can be filled up."""
@@ -89,3 +91,26 @@ def test_no_position_beyond_the_limit_is_ever_fed(small: House) -> None:
     with Passes(small.loaded.model) as passes:
         small.say("Hi", sampling=SamplingSettings(temperature=0, max_new_tokens=500))
     assert len(passes.fed_ids) <= LIMIT
+
+
+def test_a_message_sent_while_the_model_was_loading_is_told_as_soon_as_it_can_be(tmp_path: Path) -> None:
+    """C50: nobody could count its tokens when it was stored; the text is kept and nothing is fed."""
+    go_on, houses = threading.Event(), list[House]()
+
+    def load() -> ChatSession:
+        assert go_on.wait(PATIENCE_S)
+        return houses[0].new_session()
+
+    loaded = llama(num_context_tokens=LIMIT)
+    with House(tmp_path, loaded, load=load) as house, Passes(loaded.model) as passes:
+        houses.append(house)
+        job = house.start("word " * 200)
+        go_on.set()
+        ended = end_view(job)
+        view = house.chats.view(OWNER, job.conversation_id)
+        assert (ended.state, view.messages[-1].error) == ("failed", ended.error)
+        assert str(LIMIT) in str(ended.error)
+        assert view.messages[0].text == "word " * 200
+        assert passes.num_passes == 0
+        view = house.edit(view.messages[0].id, "Hi")
+        house.check(view.conversation.id)

@@ -121,7 +121,14 @@ def test_a_layer_that_did_not_take_the_tokens_is_noticed_before_any_logits_are_u
     """Law 4. `feed` promises CacheMismatch."""
     cache = holding(10)
     layer: Any = layers(cache)[1]
-    layer.update = lambda keys, values, *_, **__: (keys, values)
+    take = layer.update
+
+    def lose(keys: torch.Tensor, values: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        seen = [states.clone() for states in take(keys, values, *args, **kwargs)]
+        layer.crop(-1)
+        return seen
+
+    layer.update = lose
     with pytest.raises(CacheMismatch):
         cache.feed(IDS[10:12])
 
