@@ -27,7 +27,10 @@ from ui.address import AddressRefused, claim_address
 from ui.options import Options, UsageError, parse_options
 
 if TYPE_CHECKING:
+    from cache_store.database import Database
+    from cache_store.segments import Segments
     from chat.chats import Chats
+    from chat.saver import Saver
     from chat.session import ChatSession
 
 OWN_ADDRESSES = ("127.0.0.1", "localhost", "::1")
@@ -123,25 +126,56 @@ def build_chats(options: Options, folder: DataFolder, opened: ExitStack) -> Chat
     from cache_store.conversations import Conversations
     from cache_store.database import Database
     from chat.chats import Chats
+    from chat.disk import DiskCaches
     from chat.live_caches import LiveCaches
     from chat.model import load_model
     from chat.session import ChatSession
     from chat.worker import Worker
 
-    store = Conversations(opened.enter_context(closing(Database(folder.database))))
+    database = opened.enter_context(closing(Database(folder.database)))
+    store = Conversations(database)
     store.recover()
     live = LiveCaches(options.budgets.max_live_bytes)
+    segments, saver = open_saved_caches(options, folder, database)
 
     def load() -> ChatSession:
-        return ChatSession(load_model(options.model, folder.models), store, live, CacheSettings())
+        loaded = load_model(options.model, folder.models)
+        disk = DiskCaches(segments, saver, loaded.fingerprint) if segments and saver else None
+        return ChatSession(loaded, store, live, CacheSettings(), disk)
 
     worker = Worker(load, store)
     chats = Chats(
-        store, worker, live, model_name=options.model.name, default_system_prompt=options.system_prompt
+        store,
+        worker,
+        live,
+        model_name=options.model.name,
+        default_system_prompt=options.system_prompt,
+        saver=saver,
     )
     opened.callback(chats.close)
     worker.start()
+    if saver is not None:
+        saver.start()
     return chats
+
+
+def open_saved_caches(
+    options: Options, folder: DataFolder, database: Database
+) -> tuple[Segments, Saver] | tuple[None, None]:
+    """The caches on disk, in order, and what writes them; none with `--max-disk 0`. Caches are disposable:
+    a folder that cannot be used is told in one sentence and the app runs without."""
+    from cache_store.segments import Segments
+    from chat.saver import Saver
+
+    if not options.budgets.max_disk_bytes:
+        return None, None
+    try:
+        segments = Segments(database, folder.kv, options.budgets.max_disk_bytes)
+        segments.sweep()
+    except StoreError as error:
+        print(f"Caches are not saved this time: {error}", file=sys.stderr)
+        return None, None
+    return segments, Saver(segments)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> NoReturn:

@@ -22,6 +22,7 @@ from chat.errors import EmptyMessage, NothingToDo
 from chat.job import Job
 from chat.live_caches import LiveCaches
 from chat.reuse import Origin
+from chat.saver import Saver
 from chat.settings import SamplingSettings
 from chat.worker import Task, Worker
 
@@ -78,12 +79,14 @@ class Chats:
         *,
         model_name: str,
         default_system_prompt: str = "",
+        saver: Saver | None = None,
     ) -> None:
         self._store = store
         self._worker = worker
         self._live = live
         self._model_name = model_name
         self._default_system_prompt = default_system_prompt
+        self._saver = saver
         self._verb = threading.Lock()
 
     def model_status(self) -> ModelStatus:
@@ -233,10 +236,19 @@ class Chats:
             self._worker.stop(conversation_id)
             self._store.delete(owner, conversation_id)
             self._live.forget(conversation_id)
+        if self._saver is not None:
+            self._saver.forget(conversation_id)
+
+    def saving_notice(self) -> str:
+        """Why caches are not being saved right now, as a sentence; empty while all is well."""
+        return (self._saver.notice or "") if self._saver is not None else ""
 
     def close(self) -> None:
-        """Stop what is being written and end the inference thread; texts are stored by then."""
+        """Stop what is being written, save what is not on disk yet, and end both threads; texts are stored
+        by then."""
         self._worker.close()
+        if self._saver is not None:
+            self._saver.close()
 
     def _look(self, owner: str, conversation_id: str) -> ChatView:
         job = self._worker.job_of(conversation_id)

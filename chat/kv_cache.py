@@ -16,16 +16,25 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import (
+    CacheLayerMixin,
+    DummyLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
     LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
 )
 
+from cache_store.errors import SegmentDamaged
+from cache_store.file_header import TensorInfo
+from cache_store.segment_file import SegmentFile
 from chat.errors import CacheMismatch
-from chat.layer_state import has_state
+from chat.layer_state import has_state, put_back, state_of
 from chat.layers import GrowingHybridLayer, GrowingLayer, layer_nbytes
 from chat.settings import CacheSettings
+
+AnyLayer = CacheLayerMixin | LinearAttentionCacheLayerMixin | DummyLayer
 
 
 class KVCache:
@@ -37,10 +46,7 @@ class KVCache:
         self._token_ids: list[int] = []
         self._idle: frozenset[int] = frozenset()
         self._cache = DynamicCache(config=model.config)
-        for index, layer in enumerate(self._cache.layers):
-            if type(layer) is DynamicLayer:
-                self._cache.layers[index] = GrowingLayer(settings.growth_step)
-
+        self._cache.layers[:] = [_growing(layer, settings.growth_step) for layer in self._cache.layers]
         self._growing = [layer for layer in self._cache.layers if isinstance(layer, GrowingLayer)]
 
     def __len__(self) -> int:
@@ -146,6 +152,80 @@ class KVCache:
         copy.check()
         return copy
 
+    def can_be_saved(self) -> bool:
+        """Whether `rows_out` tells everything: a kind of layer that we do not know is never half saved."""
+        return all(type(layer) in _KNOWN_LAYERS for layer in self._cache.layers)
+
+    @torch.inference_mode()
+    def rows_out(self, start: int) -> dict[str, Tensor]:
+        """Copies, in the computer's memory, of what the tokens `[start, len)` added: `layers.{i}.keys` and
+        `.values` `[kv_heads, n, head_dim]`, and as `state.{i}.…` the present state of layers without rows."""
+        tensors: dict[str, Tensor] = {}
+        for index, layer in enumerate(self._cache.layers):
+            if isinstance(layer, GrowingLayer) and layer.is_initialized:
+                keys, values = layer.rows(start, len(self))
+                tensors[f"layers.{index}.keys"] = keys.to("cpu", copy=True).contiguous()
+                tensors[f"layers.{index}.values"] = values.to("cpu", copy=True).contiguous()
+            for name, tensor in state_of(layer).items():
+                tensors[f"state.{index}.{name}"] = tensor.cpu()
+        return tensors
+
+    @torch.inference_mode()
+    def take_rows(self, file: SegmentFile, token_ids: Sequence[int], *, with_state: bool) -> None:
+        """Append the first rows of a segment, computed for `token_ids`, straight into the layers' buffers.
+
+        `with_state`: also put back the state at its end, for which `token_ids` must be all its tokens and
+        this cache's layers with states fresh. Nothing counts until the file was verified: on
+        SegmentDamaged or CacheMismatch the rows held before are what this cache holds.
+        """
+        num_tokens = len(self) + len(token_ids)
+        self._prepare(file.tensors, num_tokens)
+        states: dict[int, dict[str, Tensor]] = {}
+        for info in file.tensors:
+            family, number, name = info.name.split(".", 2)
+            if family == "state":
+                target = states.setdefault(int(number), {})[name] = torch.empty(info.shape, dtype=info.dtype)
+                file.read_into(info, target)
+            else:
+                self._read_rows(file, info, int(number), name, num_tokens)
+        file.verify()
+        for index, layer in enumerate(self._cache.layers):
+            if has_state(layer) and with_state:
+                put_back(layer, states.get(index, {}), num_tokens)
+        for layer in self._growing:
+            if layer.is_initialized:
+                layer.adopt(num_tokens)
+        self._token_ids.extend(token_ids)
+        if with_state or self.has_rows():  # else layers with states are still to come
+            self._note_idle_layers()
+            self.check()
+
+    def _prepare(self, infos: Sequence[TensorInfo], num_tokens: int) -> None:
+        like = {
+            info.name: torch.empty(
+                1, info.shape[0], 0, info.shape[2], dtype=info.dtype, device=self._model.device
+            )
+            for info in infos
+            if not info.is_state
+        }
+        for index, layer in enumerate(self._cache.layers):
+            keys, values = like.get(f"layers.{index}.keys"), like.get(f"layers.{index}.values")
+            if isinstance(layer, GrowingLayer) and keys is not None and values is not None:
+                layer.prepare(keys, values, num_tokens)
+
+    def _read_rows(self, file: SegmentFile, info: TensorInfo, index: int, name: str, num_tokens: int) -> None:
+        layer = self._cache.layers[index] if index < len(self._cache.layers) else None
+        if not isinstance(layer, GrowingLayer) or not layer.is_initialized:
+            raise SegmentDamaged(f"{info.name} has no layer to go to")
+        keys, values = layer.rows(len(self), num_tokens)
+        place = keys if name == "keys" else values
+        if place.device.type == "cpu":
+            file.read_into(info, place)
+        else:
+            staged = torch.empty(place.shape, dtype=place.dtype, pin_memory=place.device.type == "cuda")
+            file.read_into(info, staged)
+            place.copy_(staged, non_blocking=True)
+
     def has_rows(self) -> bool:
         """Whether every layer keeps one row per token, so that a prefix can be copied out."""
         return not any(has_state(layer) for layer in self._cache.layers)
@@ -179,7 +259,16 @@ class KVCache:
         )
 
 
-def _growing(layer: object, growth_step: int) -> object:
+_KNOWN_LAYERS = (
+    GrowingLayer,
+    GrowingHybridLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+)
+
+
+def _growing(layer: AnyLayer, growth_step: int) -> AnyLayer:
     """The layer of ours that stands for a stock layer with one row per token; others stay as they are."""
     if type(layer) is DynamicLayer:
         return GrowingLayer(growth_step)

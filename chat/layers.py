@@ -84,10 +84,10 @@ class GrowingLayer(DynamicLayer):
         self._show(self.num_tokens)
 
     def prepare(self, keys_like: Tensor, values_like: Tensor, num_tokens: int) -> None:
-        """Make room for `num_tokens` rows before any was computed here, shaped like `[kv_heads, n, head_dim]`
-        tensors from elsewhere; when there are rows already, only the room is made."""
+        """Make room for `num_tokens` rows that come from elsewhere, shaped and typed like these
+        `[1, kv_heads, 0, head_dim]`; a layer that holds rows already keeps their shape."""
         if not self.is_initialized:
-            self.lazy_initialization(keys_like[None], values_like[None])
+            self.lazy_initialization(keys_like, values_like)
         self.reserve(num_tokens)
 
     def rows(self, start: int, end: int) -> tuple[Tensor, Tensor]:

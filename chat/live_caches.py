@@ -23,13 +23,14 @@ from chat.stats import Reason
 class LiveCache:
     """A cache and what it was read for. `system_prompt`, `reply_id` (the last reply it holds) and that
     reply's `question_id` tell an edited beginning and another branch from a template that renders the same
-    past differently."""
+    past differently. `num_saved`: how many of its tokens are on disk or on their way there."""
 
     owner: str
     cache: KVCache
     system_prompt: str
     reply_id: str = ""
     question_id: str = ""
+    num_saved: int = 0
 
     def was_read_for(self, path: Sequence[Message]) -> bool:
         """Whether its last turn was on this path: answered on it, or another answer to its last question."""

@@ -1,7 +1,8 @@
 """Where a turn starts from: the longest beginning of its prompt that need not be read, and why the rest is.
 
-Two places are asked: the conversation's own live cache, cropped where the prompt departs from it, and the
-other live caches of the same owner, whose rows are copied. At least one token is always left to read.
+Three places are asked: the conversation's own live cache, cropped where the prompt departs from it; the
+other live caches of the same owner, whose rows are copied; and the disk, whose rows are loaded behind what a
+live cache already holds. The longest wins. At least one token is always left to read.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from cache_store.records import Conversation, Message
+from cache_store.records import Chain, Conversation, Message
+from chat.disk import NOTHING, DiskCaches, states_at_ends
 from chat.errors import MemoryLimit
 from chat.kv_cache import KVCache
 from chat.live_caches import LiveCache, LiveCaches
@@ -30,74 +32,109 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """A cache that holds exactly the first `num_cached` prompt tokens, and why each other one is read."""
+    """A cache that holds exactly the first `num_live + num_disk` prompt tokens, of which `num_saved` are on
+    disk or on their way there, and why each other one is read."""
 
     cache: KVCache
-    num_cached: int
+    num_live: int
+    num_disk: int
+    num_saved: int
     reasons: Mapping[Reason, int]
+
+    @property
+    def num_cached(self) -> int:
+        """Prompt tokens that need not be read."""
+        return self.num_live + self.num_disk
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where caches come from: those in RAM, those on disk (None: saving is off), and new ones, which take
+    `bytes_per_token` once they hold something."""
+
+    live: LiveCaches
+    disk: DiskCaches | None
+    new_cache: Callable[[], KVCache]
+    bytes_per_token: int
 
 
 def start_turn(
-    live: LiveCaches,
+    places: Places,
     conversation: Conversation,
     path: Sequence[Message],
     prompt: Prompt,
     *,
     num_old: int,
     origin: Origin,
-    new_cache: Callable[[], KVCache],
-    bytes_per_token: int,
 ) -> Start:
-    """Lend the best cache out of `live` and cut it to what `prompt` begins with.
+    """Lend the best cache out of `places.live`, cut it to what `prompt` begins with, and bring it as much
+    further as the disk can.
 
     `num_old`: how many prompt tokens an earlier turn on this path computed. Raises MemoryLimit when the
     prompt's cache would exceed the budget alone; the conversation then keeps the cache it had.
     """
+    live = places.live
     limit = len(prompt) - 1
     usable_ids = prompt.token_ids[:limit]
     lent = live.take(conversation.id)
     common = lent.cache.num_common(usable_ids) if lent else 0
     own = common if lent and lent.cache.can_crop_to(common) else 0
     extends = lent is not None and common == len(lent.cache) and lent.was_read_for(path)
-    again = _why_again(live, lent, common, conversation, path)
+    again = _why_again(places, lent, common, conversation, path)
+    num_saved = min(lent.num_saved, own) if lent else 0
     try:
-        other, shared = _longer_beginning(live, conversation, prompt, own, new_cache, bytes_per_token)
+        chain = _saved_beginning(places, conversation, usable_ids, own, wait=own < min(num_old, limit))
+        other, shared = _longer_beginning(places, conversation, prompt, max(own, chain.num_tokens))
         if other is not None:
             lent = None  # given up before its successor is allocated
             cache = other.copy_prefix(shared, len(prompt))
+            num_saved = 0
         else:
-            cache = lent.cache if lent is not None and own else new_cache()
-            live.make_room(cache.nbytes_for(len(prompt), bytes_per_token))
+            cache = lent.cache if lent is not None and own else places.new_cache()
+            live.make_room(cache.nbytes_for(len(prompt), places.bytes_per_token))
             cache.crop_to(own)
             cache.reserve(len(prompt))
+        num_live, num_damaged = len(cache), 0
+        if places.disk is not None and chain.num_tokens > num_live:
+            loaded = places.disk.load(cache, chain, usable_ids, conversation.id, places.new_cache)
+            num_live = 0 if loaded.cache is not cache else min(num_live, loaded.num_kept)
+            cache, num_damaged = loaded.cache, loaded.num_damaged
     except BaseException:
         if lent is not None:
             live.keep(conversation.id, lent)
         raise
+    num_saved = max(num_saved, min(chain.num_tokens, len(cache)))
     # A cache that was a plain beginning of the prompt held all that was ever computed of it.
     num_again = 0 if extends else max(0, min(num_old, limit) - len(cache))
     num_fresh = len(prompt) - len(cache) - num_again
     reasons: dict[Reason, int] = {_why_fresh(origin, len(cache) == limit): num_fresh}
     if num_again:
-        reasons[again] = reasons.get(again, 0) + num_again
-    return Start(cache, len(cache), reasons)
+        why = "damaged" if num_damaged else "evicted" if chain.evicted else again
+        reasons[why] = reasons.get(why, 0) + num_again
+    return Start(cache, num_live, len(cache) - num_live, num_saved, reasons)
+
+
+def _saved_beginning(
+    places: Places, conversation: Conversation, token_ids: Sequence[int], own: int, *, wait: bool
+) -> Chain:
+    """What the disk holds of the prompt; not asked when the conversation's own cache has all of it."""
+    if places.disk is None or own == len(token_ids):
+        return NOTHING
+    chain = places.disk.find(conversation.owner, conversation.id, token_ids, wait=wait)
+    return chain if places.new_cache().has_rows() else states_at_ends(chain)
 
 
 def _longer_beginning(
-    live: LiveCaches,
-    conversation: Conversation,
-    prompt: Prompt,
-    own: int,
-    new_cache: Callable[[], KVCache],
-    bytes_per_token: int,
+    places: Places, conversation: Conversation, prompt: Prompt, known: int
 ) -> tuple[KVCache | None, int]:
-    """Another of the owner's caches that shares a longer beginning with the prompt than our `own`, if a copy
-    fits the budget beside it; and how long that beginning is."""
-    other, shared = live.longest_prefix(conversation.owner, prompt.token_ids[:-1])
-    if other is None or shared <= own:
+    """Another of the owner's caches that shares a longer beginning with the prompt than the `known` one, if
+    a copy fits the budget beside it; and how long that beginning is."""
+    other, shared = places.live.longest_prefix(conversation.owner, prompt.token_ids[:-1])
+    if other is None or shared <= known:
         return None, 0
     try:
-        live.make_room(new_cache().nbytes_for(len(prompt), bytes_per_token), beside=other)
+        needed = places.new_cache().nbytes_for(len(prompt), places.bytes_per_token)
+        places.live.make_room(needed, beside=other)
     except MemoryLimit:
         return None, 0
     return other, shared
@@ -120,7 +157,7 @@ def _why_fresh(origin: Origin, only_the_last: bool) -> Reason:
 
 
 def _why_again(
-    live: LiveCaches,
+    places: Places,
     lent: LiveCache | None,
     common: int,
     conversation: Conversation,
@@ -129,7 +166,9 @@ def _why_again(
     """A cache whose last reply is on the path was read for this very past: then only the template can have
     rendered it differently. Otherwise it belongs to another branch."""
     if lent is None:
-        return live.why_missing(conversation.id) or "restart"
+        if places.disk is not None and places.disk.changed_field(conversation.id):
+            return "fingerprint"
+        return places.live.why_missing(conversation.id) or "restart"
     if lent.system_prompt != conversation.system_prompt:
         return "edited"
     if not lent.cache.can_crop_to(common):

@@ -15,7 +15,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 from tokenizers import Tokenizer
@@ -23,6 +23,7 @@ from tokenizers import Tokenizer
 from cache_store.conversations import Conversations
 from cache_store.errors import NotFound, StoreError
 from cache_store.records import Conversation, Message, Status
+from chat.disk import DiskCaches
 from chat.errors import ContextFull
 from chat.failure import log_and_release, sentence_for
 from chat.kv_cache import KVCache
@@ -30,7 +31,7 @@ from chat.live_caches import LiveCache, LiveCaches
 from chat.model import LoadedModel
 from chat.prompt import Prompt, PromptRenderer
 from chat.reply_text import ReplyText
-from chat.reuse import Origin, num_computed_before, start_turn
+from chat.reuse import Origin, Places, num_computed_before, start_turn
 from chat.sampler import Sampler
 from chat.settings import CacheSettings, SamplingSettings
 from chat.stats import TurnStats
@@ -40,6 +41,9 @@ log = logging.getLogger(__name__)
 
 SHOW_EVERY_S = 0.1
 """New text is stored and shown at most this often: what a person saw is what a crash leaves."""
+
+SAVE_EVERY = 512
+"""Rows go to the disk at least once in so many tokens: no more is read again after a crash."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +71,20 @@ class ChatSession:
     `check_fits` may be called from any thread."""
 
     def __init__(
-        self, loaded: LoadedModel, store: Conversations, live: LiveCaches, settings: CacheSettings
+        self,
+        loaded: LoadedModel,
+        store: Conversations,
+        live: LiveCaches,
+        settings: CacheSettings,
+        disk: DiskCaches | None = None,
     ) -> None:
         self.loaded = loaded
         self._store = store
         self._live = live
         self._settings = settings
+        self._disk = disk
+        self._places = Places(live, disk, lambda: KVCache(loaded.model, settings), loaded.kv_bytes_per_token)
+        self._read_s_per_token = 0.0
         self._renderer = PromptRenderer(loaded.tokenizer, loaded.eos_token_ids)
         self._decoder = cast(Tokenizer, copy.deepcopy(loaded.tokenizer.backend_tokenizer))
 
@@ -98,8 +110,8 @@ class ChatSession:
         turn: Turn | None = None
         try:
             turn = self._begin(conversation, reply, origin, stop, queue_s)
-            yield from turn.read()
-            yield from self._show_and_save(turn, reply)
+            yield from self._read(turn, conversation)
+            yield from self._show_and_save(turn, conversation, reply)
             yield self._finish(turn, conversation, reply)
         except GeneratorExit:
             raise
@@ -129,17 +141,18 @@ class ChatSession:
         text = ReplyText(self._decoder, loaded.tokenizer, loaded.eos_token_ids, sampling.stop_strings)
         sampler = Sampler(sampling, seed, prompt.token_ids, loaded.device)
         start = start_turn(  # last, because it lends a cache that must come back
-            self._live,
+            self._places,
             conversation,
             path,
             prompt,
             num_old=num_computed_before(path, origin),
             origin=origin,
-            new_cache=lambda: KVCache(loaded.model, self._settings),
-            bytes_per_token=loaded.kv_bytes_per_token,
         )
+        if self._disk is not None and self._disk.take_lost(conversation.id):
+            start = replace(start, num_saved=0)  # rows taken for saved were not; the store skips what it has
         return Turn(
             start=start,
+            num_saved=start.num_saved,
             prompt_ids=prompt.token_ids,
             text=text,
             sampler=sampler,
@@ -155,9 +168,29 @@ class ChatSession:
     def _make_room(self, cache: KVCache, num_tokens: int) -> None:
         self._live.make_room(cache.nbytes_for(num_tokens, self.loaded.kv_bytes_per_token))
 
-    def _show_and_save(self, turn: Turn, reply: Message) -> Iterator[Delta]:
+    def _read(self, turn: Turn, conversation: Conversation) -> Iterator[Reading]:
+        began = time.perf_counter()
+        for reading in turn.read():
+            yield reading
+            if reading.num_read:
+                self._read_s_per_token = (time.perf_counter() - began) / reading.num_read
+            self._save_rows(turn, conversation, at_least=SAVE_EVERY)
+        self._save_rows(turn, conversation, at_least=1)
+
+    def _save_rows(self, turn: Turn, conversation: Conversation, *, at_least: int) -> None:
+        """Hand rows that are not on disk yet to the saver, once there are `at_least` that many."""
+        num_new = len(turn.cache) - turn.num_saved
+        if self._disk is None or num_new < at_least or not turn.cache.can_be_saved():
+            return
+        seconds = num_new * self._read_s_per_token
+        rows = self._disk.new_rows(conversation.owner, conversation.id, turn.cache, turn.num_saved, seconds)
+        if self._disk.save(rows):
+            turn.num_saved = len(turn.cache)
+
+    def _show_and_save(self, turn: Turn, conversation: Conversation, reply: Message) -> Iterator[Delta]:
         waiting, num_saved, shown_at = "", 0, 0.0
         for piece in turn.write():
+            self._save_rows(turn, conversation, at_least=SAVE_EVERY)
             waiting += piece
             now = time.perf_counter()
             if waiting and turn.text.is_whole and now - shown_at >= SHOW_EVERY_S:
@@ -222,10 +255,17 @@ class ChatSession:
             return kept
         turn.cache.crop_to(kept)
         turn.cache.check()
+        turn.num_saved = min(turn.num_saved, kept)
+        self._save_rows(turn, conversation, at_least=1)
         self._live.keep(
             conversation.id,
             LiveCache(
-                conversation.owner, turn.cache, conversation.system_prompt, reply.id, reply.parent_id or ""
+                conversation.owner,
+                turn.cache,
+                conversation.system_prompt,
+                reply.id,
+                reply.parent_id or "",
+                turn.num_saved,
             ),
         )
         return kept

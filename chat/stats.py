@@ -13,13 +13,27 @@ from typing import Literal, cast, get_args
 
 from cache_store.records import Json
 
-Reason = Literal["new", "edited", "boundary", "template", "evicted", "restart", "not_croppable", "failed"]
+Reason = Literal[
+    "new",
+    "edited",
+    "boundary",
+    "template",
+    "evicted",
+    "restart",
+    "fingerprint",
+    "damaged",
+    "not_croppable",
+    "failed",
+]
 """Why a token was read. First times: `new` text; text of an `edited` message. Always: the one token at the
 `boundary`, fed again to get the first logits when all else is remembered. Again: the `template` rendered
-the past differently; its cache was `evicted` to stay within memory or cut for another branch; the app was
-`restart`ed; the model's layers are `not_croppable`; the last turn `failed` and its cache was dropped."""
+the past differently; its cache was `evicted` to stay within a budget; the app was `restart`ed before it
+was saved; what is saved has another `fingerprint` (model, dtype, template, …); a saved file is `damaged`;
+the model's layers are `not_croppable`; the last turn `failed` and its cache was dropped."""
 
-READ_AGAIN: frozenset[Reason] = frozenset({"template", "evicted", "restart", "not_croppable", "failed"})
+READ_AGAIN: frozenset[Reason] = frozenset(
+    {"template", "evicted", "restart", "fingerprint", "damaged", "not_croppable", "failed"}
+)
 """The reasons that count as reading a second time (law 1)."""
 
 REASONS: tuple[Reason, ...] = get_args(Reason)

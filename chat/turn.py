@@ -46,6 +46,7 @@ class Turn:
     stop: Callable[[], bool]
     began: float
     queue_s: float
+    num_saved: int = 0
     finish_reason: FinishReason = "stopped"
     num_read: int = 0
     num_decoded: int = 0
@@ -87,8 +88,8 @@ class Turn:
         seconds = self._last_at - self._first_at
         return TurnStats(
             num_prompt_tokens=self.start.num_cached + self.num_read,
-            num_live_tokens=self.start.num_cached,
-            num_disk_tokens=0,
+            num_live_tokens=self.start.num_live,
+            num_disk_tokens=self.start.num_disk,
             num_prefilled_tokens=self.num_read,
             num_reply_tokens=self.num_decoded,
             reasons=_first_of(self.start.reasons, self.num_read),

@@ -16,11 +16,14 @@ from transformers import DynamicCache
 from cache_store.conversations import Conversations
 from cache_store.database import Database
 from cache_store.records import Message
+from cache_store.segments import Segments
 from chat.chats import Chats, ChatView
+from chat.disk import DiskCaches
 from chat.job import Job, JobView
 from chat.live_caches import LiveCache, LiveCaches
 from chat.model import LoadedModel
 from chat.prompt import Prompt, PromptRenderer
+from chat.saver import Saver
 from chat.session import ChatSession
 from chat.settings import CacheSettings, SamplingSettings
 from chat.worker import Worker
@@ -33,7 +36,8 @@ NEAR_TIE = 1e-4
 
 class House:
     """`max_live_bytes` bounds the live caches. Use as a context manager; `restart` is a new process's view
-    of the same folder: everything in RAM is gone. With a `load` of its own the house does not wait for it."""
+    of the same folder: everything in RAM is gone. With a `load` of its own the house does not wait for it.
+    Without `max_disk_bytes` nothing but text is kept on disk."""
 
     def __init__(
         self,
@@ -44,7 +48,9 @@ class House:
         settings: CacheSettings | None = None,
         default_system_prompt: str = "",
         load: Callable[[], ChatSession] | None = None,
+        max_disk_bytes: int | None = None,
     ) -> None:
+        self.max_disk_bytes = max_disk_bytes
         self.load = load
         self.folder = folder
         self.loaded = loaded
@@ -60,6 +66,7 @@ class House:
         self.store = Conversations(self.database)
         self.num_recovered = self.store.recover()
         self.live = LiveCaches(self.max_live_bytes)
+        self.segments, self.saver = self._open_disk()
         self.worker = Worker(self._session, self.store)
         self.chats = Chats(
             self.store,
@@ -67,10 +74,22 @@ class House:
             self.live,
             model_name=self.loaded.name,
             default_system_prompt=self.default_system_prompt,
+            saver=self.saver,
         )
         self.worker.start()
         if self.load is None:
             self.worker.wait_until_loaded(PATIENCE_S)
+
+    def _open_disk(self) -> tuple[Segments | None, Saver | None]:
+        if self.max_disk_bytes is None:
+            return None, None
+        folder = self.folder / "kv"
+        folder.mkdir(exist_ok=True)
+        segments = Segments(self.database, folder, self.max_disk_bytes, reserve_bytes=0)
+        segments.sweep()
+        saver = Saver(segments)
+        saver.start()
+        return segments, saver
 
     def close(self) -> None:
         self.chats.close()
@@ -90,7 +109,10 @@ class House:
         return self.load() if self.load is not None else self.new_session()
 
     def new_session(self) -> ChatSession:
-        return ChatSession(self.loaded, self.store, self.live, self.settings)
+        disk = None
+        if self.segments is not None and self.saver is not None:
+            disk = DiskCaches(self.segments, self.saver, self.loaded.fingerprint)
+        return ChatSession(self.loaded, self.store, self.live, self.settings, disk)
 
     # A person's verbs, waiting for the reply
 

@@ -6,8 +6,10 @@ from chat.stats import Reason, TurnStats
 
 WHY_AGAIN: dict[Reason, str] = {
     "template": "the chat template rewrote what came before",
-    "evicted": "the memory was needed by another chat",
-    "restart": "the app was restarted",
+    "evicted": "the space was needed by another chat",
+    "restart": "the app was restarted before it was saved",
+    "fingerprint": "what is saved was made by another model or setting",
+    "damaged": "a cache file was damaged",
     "not_croppable": "this model cannot step back to an earlier place",
     "failed": "the last reply failed",
 }

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers.decoders import DecodeStream
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import (
     DYNAMIC_LAYER_TYPE_MAPPING,
@@ -19,7 +18,7 @@ from transformers.cache_utils import (
 from transformers.utils.chat_template_utils import encode_marked_chat, mark_control_tokens
 
 from tests.chat.passes import llama
-from tests.chat.tokenizers import bos_tokenizer
+from tests.chat.tokenizers import bos_tokenizer, sentencepiece_tokenizer
 from tests.tiny_models import WINDOW, tiny_model, tiny_tokenizer
 
 
@@ -175,16 +174,16 @@ def test_a_marked_chat_is_encoded_without_a_start_token() -> None:
     assert tokenizer.bos_token_id not in encode_marked_chat(tokenizer, "hi")
 
 
-# streams
+# half characters
 
 
-def test_a_decode_stream_holds_back_a_character_until_its_last_byte() -> None:
-    tokenizer: Any = tiny_tokenizer().backend_tokenizer
-    stream = DecodeStream(skip_special_tokens=True)
-    ids = tokenizer.encode("😀", add_special_tokens=False).ids
-    pieces = [stream.step(tokenizer, token_id) for token_id in ids]
-    assert len(ids) == 4
-    assert pieces == [None, None, None, "😀"]
+@pytest.mark.parametrize("tokenizer", [tiny_tokenizer(), sentencepiece_tokenizer()], ids=["bytes", "pieces"])
+def test_an_unfinished_character_is_decoded_to_a_replacement_at_the_end(tokenizer: Any) -> None:
+    backend = tokenizer.backend_tokenizer
+    ids = backend.encode("a 😀", add_special_tokens=False).ids
+    texts = [backend.decode(ids[: len(ids) - missing]) for missing in range(4)]
+    assert texts[0] == "a 😀"
+    assert all(text.startswith("a ") and text.endswith("\ufffd") for text in texts[1:])
 
 
 def test_the_library_s_helpers_have_the_parameters_that_we_pass() -> None:

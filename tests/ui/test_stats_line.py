@@ -51,8 +51,8 @@ def test_nothing_at_all_is_an_empty_line() -> None:
 
 def test_reading_again_says_why() -> None:
     turn = stats(5, 0, {"new": 19, "restart": 812})
-    assert read_again(turn) == "812 read again: the app was restarted"
-    assert stats_line(turn).endswith(" · 812 read again: the app was restarted")
+    assert read_again(turn) == "812 read again: the app was restarted before it was saved"
+    assert stats_line(turn).endswith(" · 812 read again: the app was restarted before it was saved")
 
 
 def test_new_and_edited_text_is_not_called_read_again() -> None:
@@ -62,7 +62,7 @@ def test_new_and_edited_text_is_not_called_read_again() -> None:
 def test_several_reasons_are_all_named() -> None:
     assert read_again(stats(0, 0, {"template": 3, "evicted": 1_200})) == (
         "3 read again: the chat template rewrote what came before; "
-        "1,200 read again: the memory was needed by another chat"
+        "1,200 read again: the space was needed by another chat"
     )
 
 

@@ -1,0 +1,171 @@
+"""A conversation's rows on disk, as the inference thread uses them: look up, load, save.
+
+One `DiskCaches` stands for one model and kind of cache: its fingerprint is part of every look-up, so rows
+that anything else computed are never seen, let alone read. Rows are loaded into room behind what a cache
+holds and count only once their file's checksum was right. A file that is damaged is set aside and the
+look-up repeated; its tokens are read from text.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from cache_store.errors import SegmentDamaged, SegmentGone, StoreError
+from cache_store.records import Chain, Link
+from cache_store.segments import Segments
+from chat.errors import CacheMismatch
+from chat.kv_cache import KVCache
+from chat.saver import NewRows, Saver
+
+log = logging.getLogger(__name__)
+
+Obstacle = Literal["damaged", "no state"]
+
+NOTHING = Chain((), False)
+PATIENCE_S = 5.0
+"""How long a look-up waits for rows of the same conversation that are on their way to the disk."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What came of loading: the cache to go on with, how many tokens of the given one it still has from
+    before, and tokens lost to damaged files."""
+
+    cache: KVCache
+    num_kept: int
+    num_damaged: int
+
+
+class DiskCaches:
+    """See the module. For the inference thread, but for `forget`."""
+
+    def __init__(self, segments: Segments, saver: Saver, fingerprint: Mapping[str, str]) -> None:
+        self._segments = segments
+        self._saver = saver
+        self._fields = dict(fingerprint)
+        self._fingerprint_id = segments.fingerprint_id(fingerprint)
+
+    def find(self, owner: str, conversation_id: str, token_ids: Sequence[int], *, wait: bool) -> Chain:
+        """The longest beginning of `token_ids` that is on disk; `wait` for rows still being written.
+        A store that cannot be read counts as empty."""
+        if wait:
+            self._saver.wait_for(conversation_id, PATIENCE_S)
+        try:
+            return self._segments.find(owner, self._fingerprint_id, token_ids)
+        except StoreError as error:
+            log.warning("saved caches could not be looked up: %s", error)
+            return NOTHING
+
+    def load(
+        self,
+        cache: KVCache,
+        chain: Chain,
+        token_ids: Sequence[int],
+        conversation_id: str,
+        new_cache: Callable[[], KVCache],
+    ) -> Loaded:
+        """Bring `cache`, which holds some beginning of `token_ids`, as far along `chain` as files allow.
+
+        A cache with states is put back, fresh, at the newest end of a segment whose state is there.
+        """
+        wanted, num_damaged, num_kept = chain.num_tokens, 0, len(cache)
+        while chain.links:
+            owner = chain.links[0].segment.owner
+            if not cache.has_rows():
+                cache, chain = new_cache(), states_at_ends(chain)
+            missing = [link for link in chain.links if link.end > len(cache)]
+            num_kept = min(num_kept, *(link.segment.start for link in missing), len(cache))
+            outcome = self._load_links(cache, missing, token_ids)
+            if outcome is None:
+                self._use(conversation_id, chain)
+                return Loaded(cache, num_kept, num_damaged)
+            if outcome == "no state":
+                chain = Chain(chain.links[:-1], chain.evicted)
+            else:
+                chain = self.find(owner, conversation_id, token_ids[:wanted], wait=False)
+                num_damaged = wanted - chain.num_tokens
+        return Loaded(cache if cache.has_rows() else new_cache(), num_kept, num_damaged)
+
+    def save(self, rows: NewRows) -> bool:
+        """Queue new rows; False when they were not taken and should be offered again."""
+        return self._saver.offer(rows)
+
+    def new_rows(
+        self, owner: str, conversation_id: str, cache: KVCache, start: int, seconds: float
+    ) -> NewRows:
+        """Copies of what `cache` holds from token `start` on, for `save`."""
+        return NewRows(
+            owner,
+            conversation_id,
+            self._fingerprint_id,
+            cache.token_ids,
+            start,
+            cache.rows_out(start),
+            seconds,
+        )
+
+    def take_lost(self, conversation_id: str) -> bool:
+        """Whether rows of this conversation that were queued could not be written."""
+        return self._saver.take_lost(conversation_id)
+
+    def changed_field(self, conversation_id: str) -> str:
+        """What differs between the fingerprint of this conversation's saved rows and ours, in words; empty
+        when some were saved under ours or none at all."""
+        try:
+            known = self._segments.fingerprints_of(conversation_id)
+            if not known or self._fingerprint_id in known:
+                return ""
+            theirs = self._segments.fields_of(known[0])
+        except StoreError as error:
+            log.warning("saved caches could not be looked up: %s", error)
+            return ""
+        names = sorted(self._fields.keys() | theirs.keys())
+        differs = next((name for name in names if self._fields.get(name) != theirs.get(name)), "")
+        return f"{differs} was {theirs.get(differs, '—')}, is {self._fields.get(differs, '—')}"
+
+    def _load_links(self, cache: KVCache, links: Sequence[Link], token_ids: Sequence[int]) -> Obstacle | None:
+        """Load link by link; None when all of it is there, else what stood in the way."""
+        for number, link in enumerate(links):
+            obstacle = self._load_link(cache, link, token_ids, is_last=number == len(links) - 1)
+            if obstacle is not None:
+                return obstacle
+        return None
+
+    def _load_link(
+        self, cache: KVCache, link: Link, token_ids: Sequence[int], *, is_last: bool
+    ) -> Obstacle | None:
+        start = link.segment.start
+        if start < len(cache):
+            cache.crop_to(start)  # the file is read from its beginning
+        try:
+            with self._segments.open(link.segment) as file:
+                cache.take_rows(file, token_ids[start : link.end], with_state=is_last)
+        except SegmentDamaged as damage:
+            self._segments.set_aside(link.segment, damage.why)
+            return "damaged"
+        except SegmentGone:
+            return "damaged"
+        except CacheMismatch as mismatch:
+            log.info("no state at the end of a saved segment: %s", mismatch)
+            return "no state"
+        return None
+
+    def _use(self, conversation_id: str, chain: Chain) -> None:
+        """Rows that a chat goes on from must not be forgotten with the chat that saved them."""
+        if not chain.links:
+            return
+        try:
+            self._segments.use(conversation_id, chain.links[-1])
+        except StoreError as error:
+            log.info("a use of saved rows was not recorded: %s", error)
+
+
+def states_at_ends(chain: Chain) -> Chain:
+    """The part of a chain that ends at the end of a segment, for caches that need the state kept there."""
+    links = chain.links
+    if links and links[-1].num_rows < links[-1].segment.num_tokens:
+        links = links[:-1]
+    return Chain(links, chain.evicted)
