@@ -6,11 +6,58 @@ import random
 
 from transformers import PreTrainedTokenizerBase
 
-_WORDS = (
-    "the river garden morning letter window stone quiet under above slowly reads writes a small old"
-    " clock keeps time while rain falls on green hills and someone walks home with bread light enough to"
-    " see every step of the road before night comes and lamps are lit along the harbour"
-).split()
+_WORDS = [
+    "the",
+    "river",
+    "garden",
+    "morning",
+    "letter",
+    "window",
+    "stone",
+    "quiet",
+    "under",
+    "above",
+    "slowly",
+    "reads",
+    "writes",
+    "a",
+    "small",
+    "old",
+    "clock",
+    "keeps",
+    "time",
+    "while",
+    "rain",
+    "falls",
+    "on",
+    "green",
+    "hills",
+    "and",
+    "someone",
+    "walks",
+    "home",
+    "with",
+    "bread",
+    "light",
+    "enough",
+    "to",
+    "see",
+    "every",
+    "step",
+    "of",
+    "the",
+    "road",
+    "before",
+    "night",
+    "comes",
+    "and",
+    "lamps",
+    "are",
+    "lit",
+    "along",
+    "the",
+    "harbour",
+]
 
 
 def prose(tokenizer: PreTrainedTokenizerBase, num_tokens: int, *, salt: int) -> str:

@@ -37,7 +37,10 @@ Say = Callable[..., None]
 
 def run(say: Say) -> dict[str, Any]:
     loaded = load_default_model()
-    with tempfile.TemporaryDirectory() as folder, House(Path(folder), loaded, settings=CacheSettings()) as house:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        House(Path(folder), loaded, settings=CacheSettings()) as house,
+    ):
         points = [_point(house, chat_tokens, say) for chat_tokens in _grow(house)]
     cached = [point["cached_s"] for point in points]
     uncached = [point["uncached_s"] for point in points]
@@ -75,7 +78,7 @@ def _point(house: House, chat: str, say: Say) -> dict[str, Any]:
         times.append(float(view.messages[-1].stats["ttft_s"]))  # pyright: ignore[reportArgumentType]
     stats = view.messages[-1].stats
     ids = house.prompt(view, upto=-1).token_ids
-    fresh = [_fresh_prefill_s(house.loaded, ids) for _ in range(NUM_UNCACHED_REPEATS)]
+    fresh = [fresh_prefill_s(house.loaded, ids) for _ in range(NUM_UNCACHED_REPEATS)]
     point = {
         "tokens": len(ids),
         "new_tokens": stats["num_prefilled_tokens"],
@@ -90,7 +93,7 @@ def _point(house: House, chat: str, say: Say) -> dict[str, Any]:
 
 
 @torch.inference_mode()
-def _fresh_prefill_s(loaded: LoadedModel, ids: tuple[int, ...]) -> float:
+def fresh_prefill_s(loaded: LoadedModel, ids: tuple[int, ...]) -> float:
     """Seconds of the stock library from ids to the first token."""
     started = time.perf_counter()
     cache = DynamicCache(config=loaded.model.config)
@@ -104,10 +107,15 @@ def _fresh_prefill_s(loaded: LoadedModel, ids: tuple[int, ...]) -> float:
 def _decode_speeds(loaded: LoadedModel) -> tuple[float, float]:
     text = prose(loaded.tokenizer, DECODE_CONTEXT, salt=1)
     ids: list[int] = loaded.tokenizer.encode(text)[: DECODE_CONTEXT - DECODE_TOKENS]
-    with tempfile.TemporaryDirectory() as folder, House(Path(folder), loaded, settings=CacheSettings()) as house:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        House(Path(folder), loaded, settings=CacheSettings()) as house,
+    ):
         house.say("Hello", None, ONE_TOKEN)
         sampling = SamplingSettings(temperature=0, max_new_tokens=DECODE_TOKENS)
-        view = house.say(loaded.tokenizer.decode(ids[:-40]) + " Write a long list of animals.", None, sampling)
+        view = house.say(
+            loaded.tokenizer.decode(ids[:-40]) + " Write a long list of animals.", None, sampling
+        )
         cached = float(view.messages[-1].stats["decode_tokens_per_s"])  # pyright: ignore[reportArgumentType]
     started = time.perf_counter()
     for _ in range(DECODE_TOKENS):
