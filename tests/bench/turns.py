@@ -70,7 +70,7 @@ def _grow(house: House):
 
 
 def _point(house: House, chat: str, say: Say) -> dict[str, Any]:
-    house.say("Please tell me number 0 now.", chat, ONE_TOKEN)
+    view = house.say("Please tell me number 0 now.", chat, ONE_TOKEN)
     times: list[float] = []
     for repeat in range(1, NUM_REPEATS + 1):
         question = house.chats.view("ada", chat).messages[-2]
@@ -114,7 +114,7 @@ def _decode_speeds(loaded: LoadedModel) -> tuple[float, float]:
         house.say("Hello", None, ONE_TOKEN)
         sampling = SamplingSettings(temperature=0, max_new_tokens=DECODE_TOKENS)
         view = house.say(
-            loaded.tokenizer.decode(ids[:-40]) + " Write a long list of animals.", None, sampling
+            str(loaded.tokenizer.decode(ids[:-40])) + " Write a long list of animals.", None, sampling
         )
         cached = float(view.messages[-1].stats["decode_tokens_per_s"])  # pyright: ignore[reportArgumentType]
     started = time.perf_counter()

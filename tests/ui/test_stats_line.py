@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,7 +12,7 @@ from chat.stats import READ_AGAIN, REASONS, Reason, TurnStats
 from ui.stats_line import WHAT_WAS_READ, WHY_AGAIN, read_again, seconds, stats_details, stats_line
 
 
-def stats(live: int = 0, disk: int = 0, reasons: dict[Reason, int] | None = None, **rest: float) -> TurnStats:
+def stats(live: int = 0, disk: int = 0, reasons: dict[Reason, int] | None = None, **rest: Any) -> TurnStats:
     reasons = reasons or {}
     num_prefilled = sum(reasons.values())
     return TurnStats(live + disk + num_prefilled, live, disk, num_prefilled, 8, reasons, **rest)
