@@ -143,6 +143,8 @@ class KVCache:
         """
         if not 0 <= num_tokens <= len(self):
             raise ValueError(f"cannot copy {num_tokens} of {len(self)} tokens")
+        if not self.has_rows():
+            raise CacheMismatch("a layer of this model does not hold one row per token")
         copy = KVCache(self._model, self._settings)
         copy.reserve(room_for)
         for source, target in zip(self._cache.layers, copy._cache.layers, strict=True):

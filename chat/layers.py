@@ -164,6 +164,8 @@ def _grown(buffer: Tensor, capacity: int, num_tokens: int) -> Tensor:
 
 def layer_nbytes(layer: object) -> int:
     """Bytes of any cache layer: ours by its buffers, a stock one by the tensors it holds."""
+    if isinstance(layer, GrowingHybridLayer):
+        return layer.nbytes + _tensor_bytes(layer.conv_states) + _tensor_bytes(layer.recurrent_states)
     if isinstance(layer, GrowingLayer):
         return layer.nbytes
     return sum(_tensor_bytes(value) for value in vars(layer).values())

@@ -246,6 +246,25 @@ def test_the_bytes_foretold_are_the_bytes_allocated(num_tokens: int) -> None:
     assert cache.nbytes == cache.capacity * loaded.kv_bytes_per_token
 
 
+def tensors_in(value: object) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        return [tensor for item in cast("dict[Any, Any]", value).values() for tensor in tensors_in(item)]
+    if isinstance(value, (list, tuple)):
+        return [tensor for item in cast("list[Any]", value) for tensor in tensors_in(item)]
+    return []
+
+
+@pytest.mark.parametrize("kind", ["llama", "lfm2", "qwen3_next", "falcon_h1", "mistral", "gemma3_text"])
+def test_rows_and_states_are_both_weighed(kind: str) -> None:
+    """C30: a budget counts whatever a layer holds, not only what it holds per token."""
+    cache = holding(30, tiny_model(kind))
+    held = [tensor for layer in layers(cache) for tensor in tensors_in(vars(layer))]
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in held}
+    assert cache.nbytes >= sum(storages.values()) > 0
+
+
 # what breaks half-way
 
 

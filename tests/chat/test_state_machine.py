@@ -335,5 +335,5 @@ def _pick(choices: list[str], number: int) -> str:
 
 TestPeople = People.TestCase
 TestPeople.settings = settings(
-    max_examples=int(os.environ.get("KEEPWARM_MACHINE_RUNS", "25")), stateful_step_count=15, deadline=None
+    max_examples=int(os.environ.get("KEEPWARM_MACHINE_RUNS", "20")), stateful_step_count=15, deadline=None
 )
