@@ -1,7 +1,6 @@
 """Followers of replies. A follower only watches a `Job`: it may end at any time and the reply goes on.
 
-Each tab has at most one follower that counts, the newest; an older one notices at its next look and
-ends without another word. A closed tab ends its follower the same way or by cancellation.
+It ends by itself once it is not wanted any more (see `ui.tabs`), by cancellation, or with its reply.
 """
 
 from __future__ import annotations
@@ -63,31 +62,6 @@ async def pictures(
             picture[parts.live] = line
         if picture:
             yield picture
-
-
-class Tabs:
-    """Which follower of each tab is the newest. Keys are Gradio's session hashes, used as tab names only."""
-
-    def __init__(self) -> None:
-        self._newest: dict[str, int] = {}
-        self._lock = threading.Lock()
-
-    def turn(self, tab: str) -> int:
-        """The tab shows something new from here on: every earlier ticket is void. Returns the new ticket."""
-        with self._lock:
-            ticket = self._newest.get(tab, 0) + 1
-            self._newest[tab] = ticket
-            return ticket
-
-    def is_newest(self, tab: str, ticket: int) -> bool:
-        """True as long as nothing came after `ticket` in this tab."""
-        with self._lock:
-            return self._newest.get(tab) == ticket
-
-    def close(self, tab: str) -> None:
-        """The tab is gone; its followers end and nothing of it is kept."""
-        with self._lock:
-            self._newest.pop(tab, None)
 
 
 class Writing:

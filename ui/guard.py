@@ -43,6 +43,10 @@ OPEN_PATHS = frozenset(
     }
 )
 OPEN_FOLDERS = ("/assets/", "/static/", "/gradio_api/heartbeat/")
+PARTS_OF_PAGES = frozenset({"/theme.css", "/favicon.ico", "/manifest.json"})
+"""What a page may name as a picture, a style or the like. The rest is asked for by our script or opened by
+a person; else a message could hold a picture whose address is /logout."""
+
 OPEN_METHODS = frozenset({"GET", "HEAD", "POST"})
 
 CONTENT_POLICY = (
@@ -157,12 +161,18 @@ class Guard:
 def _refuse_request(scope: Scope, headers: Headers) -> _Refusal | None:
     if scope["path"] not in OPEN_PATHS and not _in_open_folder(scope["path"]):
         return _NOT_FOUND
+    if headers.get("sec-fetch-dest", "empty") not in ("empty", "document") and not _is_part(scope["path"]):
+        return _NOT_FOUND
     if scope["type"] == "http" and scope["method"] not in OPEN_METHODS:
         return _WRONG_METHOD
     length = headers.get("content-length", "0")
     if not length.isdecimal() or len(length) > 12 or int(length) > MAX_BODY_BYTES:
         return _TOO_LARGE
     return None
+
+
+def _is_part(path: str) -> bool:
+    return path in PARTS_OF_PAGES or _in_open_folder(path)
 
 
 def _in_open_folder(path: str) -> bool:

@@ -5,33 +5,30 @@ and returns a picture. None of them waits for the model: a reply is watched by `
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import replace
 
 import gradio as gr
 
 from cache_store.errors import NotFound, StaleView
-from chat.chats import Chats, ChatView
+from chat.chats import Chats
 from chat.errors import ContextFull, NothingToDo, QueueFull
-from ui.conversation_list import listing
-from ui.following import Tabs, Writing, pictures
+from ui.drawing import Drawing, tab_of
+from ui.following import pictures
 from ui.login import owner_of
 from ui.sampling_form import InvalidSampling, form_values, kept_values, plain_values, sampling_from
-from ui.screen import Parts, Picture, Status, chat_picture, composer, empty_picture, status_value
+from ui.screen import Parts, Picture, chat_picture, composer
 from ui.shown import ROWS_AT_FIRST, Shown
 from ui.spoken_errors import say, spoken, spoken_stream, unchanged
 
 
 class Handlers:
-    """The verbs of one page. Holds no state of any user, only who follows what."""
+    """The verbs of one page. Holds no state of any user."""
 
     def __init__(self, chats: Chats, parts: Parts, default_system_prompt: str) -> None:
         self._chats = chats
         self._parts = parts
-        self._default_prompt = default_system_prompt
-        self._tabs = Tabs()
-        self._writing = Writing()
+        self._draw = Drawing(chats, parts, default_system_prompt)
 
     @spoken
     def load(self, request: gr.Request, address: object, kept: object, search: str) -> object:
@@ -39,10 +36,11 @@ class Handlers:
         shown = Shown.from_browser(address)
         fields = dict(zip(self._parts.sampling, form_values(kept), strict=True))
         try:
-            picture = self._arrive(request, shown.conversation_id, shown.limit)
-        except NotFound:
-            picture = self._arrive(request, None, shown.limit)
-        return {**picture, **fields, **self._around(owner_of(request), search)}
+            picture = self._draw.arrive(request, shown.conversation_id, shown.limit)
+        except NotFound as exc:
+            say(exc)
+            picture = self._draw.arrive(request, None, shown.limit)
+        return {**picture, **fields, **self._draw.around(owner_of(request), search)}
 
     @spoken
     def send(
@@ -61,10 +59,10 @@ class Handlers:
             )
         except StaleView as exc:
             say(exc)
-            return {**self._redraw(request, shown), **self._around(owner, search)}
-        self._writing.note(job)
-        picture = self._draw(request, self._chats.view(owner, job.conversation_id), shown.limit)
-        return {**picture, self._parts.box: composer(busy=True, text=""), **self._around(owner, search)}
+            return {**self._draw.again(request, shown), **self._draw.around(owner, search)}
+        self._draw.writing.note(job)
+        picture = self._draw.view(request, self._chats.view(owner, job.conversation_id), shown.limit)
+        return {**picture, self._parts.box: composer(busy=True, text=""), **self._draw.around(owner, search)}
 
     @spoken
     def example(
@@ -93,14 +91,14 @@ class Handlers:
         owner, shown = owner_of(request), Shown.from_browser(address)
         message_id, text = shown.row_id(data.index), str(data.value or "")
         if message_id is None or not visible(text) or text == self._stored_text(owner, shown, message_id):
-            return self._redraw(request, shown)
+            return self._draw.again(request, shown)
         try:
-            self._writing.note(self._chats.edit(owner, message_id, text, sampling_from(sampling)))
+            self._draw.writing.note(self._chats.edit(owner, message_id, text, sampling_from(sampling)))
         except EDIT_REFUSED as exc:
             say(exc)
             kept = {} if visible(draft) else {self._parts.box: gr.Textbox(value=text)}
-            return {**self._redraw(request, shown), **kept}
-        return {**self._redraw(request, shown), **self._signs(owner)}
+            return {**self._draw.again(request, shown), **kept}
+        return {**self._draw.again(request, shown), **self._draw.signs(owner)}
 
     @spoken
     def version(self, request: gr.Request, data: gr.EventData, address: object) -> object:
@@ -110,13 +108,13 @@ class Handlers:
         if message_id is None:
             return unchanged()
         view = self._chats.select(owner_of(request), message_id, 1 if data.step > 0 else -1)
-        return self._draw(request, view, shown.limit)
+        return self._draw.view(request, view, shown.limit)
 
     @spoken
     def earlier(self, request: gr.Request, address: object) -> object:
         """Forty more messages on top."""
         shown = Shown.from_browser(address)
-        return self._redraw(request, replace(shown, limit=shown.limit + ROWS_AT_FIRST))
+        return self._draw.again(request, replace(shown, limit=shown.limit + ROWS_AT_FIRST))
 
     @spoken
     def stop(self, request: gr.Request, address: object) -> None:
@@ -128,24 +126,27 @@ class Handlers:
     @spoken
     def open(self, request: gr.Request, data: gr.EventData) -> object:
         """A conversation of the list."""
-        return {**self._arrive(request, str(data.id), ROWS_AT_FIRST), **self._signs(owner_of(request))}
+        return {
+            **self._draw.arrive(request, str(data.id), ROWS_AT_FIRST),
+            **self._draw.signs(owner_of(request)),
+        }
 
     @spoken
     def new_chat(self, request: gr.Request) -> object:
         """An empty page; a conversation is made when its first message is sent."""
-        return self._arrive(request, None, ROWS_AT_FIRST)
+        return self._draw.arrive(request, None, ROWS_AT_FIRST)
 
     @spoken
     def find(self, request: gr.Request, search: str) -> object:
         """The list for what is typed in the search box."""
-        return self._listing(owner_of(request), search)
+        return self._draw.listing(owner_of(request), search)
 
     @spoken
     def rename(self, request: gr.Request, data: gr.EventData, address: object, search: str) -> object:
         """A new title, typed in the list."""
         owner, shown = owner_of(request), Shown.from_browser(address)
         self._chats.rename(owner, str(data.id), str(data.title))
-        picture: Picture = {self._parts.listing: self._listing(owner, search)}
+        picture: Picture = {self._parts.listing: self._draw.listing(owner, search)}
         if shown.conversation_id == data.id:
             view = self._chats.view(owner, str(data.id))
             picture[self._parts.shown] = chat_picture(self._parts, view, shown.limit)[self._parts.shown]
@@ -156,9 +157,9 @@ class Handlers:
         """Deleted after the list asked once more; the page shows a new chat if it was this one."""
         owner, shown = owner_of(request), Shown.from_browser(address)
         self._chats.delete(owner, str(data.id))
-        picture = self._around(owner, search)
+        picture = self._draw.around(owner, search)
         if shown.conversation_id == data.id:
-            picture.update(self._arrive(request, None, ROWS_AT_FIRST))
+            picture.update(self._draw.arrive(request, None, ROWS_AT_FIRST))
         return picture
 
     @spoken
@@ -170,7 +171,10 @@ class Handlers:
         else:
             conversation = self._chats.set_system_prompt(owner, shown.conversation_id, text or "")
         gr.Info("The system prompt is saved and used from the next reply on.", title="", duration=4)
-        return {**self._arrive(request, conversation.id, shown.limit), **self._around(owner, search)}
+        return {
+            **self._draw.arrive(request, conversation.id, shown.limit),
+            **self._draw.around(owner, search),
+        }
 
     @spoken
     def keep_sampling(self, *sampling: object) -> object:
@@ -185,70 +189,41 @@ class Handlers:
     @spoken
     def pulse(self, request: gr.Request) -> object:
         """While something is going on: is the model there, who is still writing."""
-        return self._signs(owner_of(request))
+        return self._draw.signs(owner_of(request))
 
     def unload(self, request: gr.Request) -> None:
         """The tab is gone; its follower ends, its reply goes on."""
-        self._tabs.close(tab_of(request))
+        self._draw.tabs.close(tab_of(request))
 
     @spoken_stream
-    async def follow(self, request: gr.Request, address: object) -> AsyncIterator[object]:
+    async def follow(self, request: gr.Request, address: object) -> AsyncGenerator[object, None]:
         """Watch the reply of the conversation that this tab shows now, whatever it shows later."""
         owner, shown, tab = owner_of(request), Shown.from_browser(address), tab_of(request)
-        ticket = self._tabs.turn(tab)
-        if shown.conversation_id is None:
+        tabs = self._draw.tabs
+        ticket = tabs.follow(tab, shown.conversation_id)
+        if ticket is None:
             return
-        view = await asyncio.to_thread(self._chats.view, owner, shown.conversation_id)
-        async for picture in pictures(
-            self._parts, view, shown.limit, lambda: self._tabs.is_newest(tab, ticket)
-        ):
-            yield picture
-        if view.job is not None and self._tabs.is_newest(tab, ticket):
+        with tabs.following(tab, ticket):
+            if await tabs.outlast(tab, ticket):
+                yield await asyncio.to_thread(self._draw.followed, owner, shown)
+            if shown.conversation_id is None:
+                return
             view = await asyncio.to_thread(self._chats.view, owner, shown.conversation_id)
-            yield {**chat_picture(self._parts, view, shown.limit), self._parts.status: self._status(owner)}
+            async for picture in pictures(
+                self._parts, view, shown.limit, lambda: tabs.is_newest(tab, ticket)
+            ):
+                yield picture
+            if view.job is not None or shown.writing:  # it may have ended before we came
+                picture = await asyncio.to_thread(self._draw.followed, owner, shown)
+                if tabs.is_newest(tab, ticket):
+                    yield picture
 
     def _again(self, request: gr.Request, row: object, shown: Shown, sampling: tuple[object, ...]) -> object:
         owner, message_id = owner_of(request), shown.row_id(row)
         if message_id is None:
             return unchanged()
-        self._writing.note(self._chats.regenerate(owner, message_id, sampling_from(sampling)))
-        return {**self._redraw(request, shown), **self._signs(owner)}
-
-    def _arrive(self, request: gr.Request, conversation_id: str | None, limit: int) -> Picture:
-        """Another conversation, or an empty page for None, with its system prompt in the drawer."""
-        if conversation_id is None:
-            self._tabs.turn(tab_of(request))
-            return empty_picture(self._parts, self._default_prompt)
-        view = self._chats.view(owner_of(request), conversation_id)
-        prompt: Picture = {self._parts.system_prompt: view.conversation.system_prompt}
-        return {**self._draw(request, view, limit), **prompt}
-
-    def _redraw(self, request: gr.Request, shown: Shown) -> Picture:
-        """The conversation that this tab shows, read afresh."""
-        if shown.conversation_id is None:
-            return self._arrive(request, None, shown.limit)
-        return self._draw(request, self._chats.view(owner_of(request), shown.conversation_id), shown.limit)
-
-    def _draw(self, request: gr.Request, view: ChatView, limit: int) -> Picture:
-        """The view as a picture; from here on no earlier follower of this tab draws any more."""
-        self._tabs.turn(tab_of(request))
-        self._writing.note(view.job)
-        return chat_picture(self._parts, view, limit)
-
-    def _around(self, owner: str, search: str) -> Picture:
-        return {self._parts.listing: self._listing(owner, search), **self._signs(owner)}
-
-    def _signs(self, owner: str) -> Picture:
-        """The status, and a pulse for as long as it is going to change."""
-        status = self._status(owner)
-        going_on = bool(status["writing"]) or status["model"]["state"] == "loading"
-        return {self._parts.status: status, self._parts.pulse: gr.Timer(active=going_on)}
-
-    def _status(self, owner: str) -> Status:
-        return status_value(self._chats.model_status(), self._writing.of(owner))
-
-    def _listing(self, owner: str, search: str) -> object:
-        return listing(self._chats.list(owner, search or ""), search=search or "", now=time.time())
+        self._draw.writing.note(self._chats.regenerate(owner, message_id, sampling_from(sampling)))
+        return {**self._draw.again(request, shown), **self._draw.signs(owner)}
 
     def _stored_text(self, owner: str, shown: Shown, message_id: str) -> str | None:
         """What the store has, not what the browser says it was; None when it is not on the shown path."""
@@ -260,11 +235,6 @@ class Handlers:
 
 EDIT_REFUSED = (NothingToDo, ContextFull, QueueFull, InvalidSampling)
 """After these an edited text is handed back in the composer, because the picture of the row is redrawn."""
-
-
-def tab_of(request: gr.Request) -> str:
-    """A name for the tab; tells tabs apart, proves nothing."""
-    return str(request.session_hash)
 
 
 def visible(text: str | None) -> bool:

@@ -39,6 +39,8 @@ LONGEST_MESSAGE = 1_000_000
 
 ADDRESS_JS = """(shown, kept, search) => [window.keepwarm.fromAddress(), kept, search]"""
 
+ARRIVED_JS = "() => window.keepwarm.arrived()"
+
 
 def build_page(chats: Chats, *, default_system_prompt: str = "") -> gr.Blocks:
     """The whole page over `chats`. `default_system_prompt` is what a new chat's drawer shows."""
@@ -168,11 +170,14 @@ def _wire(page: gr.Blocks, parts: Parts, do: Handlers) -> None:
 
     def act(
         event: Any, handler: Callable[..., object], inputs: list[Any], outputs: list[Any], **options: Any
-    ) -> None:
+    ) -> Any:
         acted = quick(event, handler, inputs, outputs, queue=True, concurrency_limit=None, **options)
         quick(acted.then, do.follow, [shown], parts.followed, queue=True, concurrency_limit=None)
+        return acted
 
-    act(page.load, do.load, [shown, parts.kept_sampling, search], [*screen, *sampling], js=ADDRESS_JS)
+    arrival = [shown, parts.kept_sampling, search]
+    arrived = act(page.load, do.load, arrival, [*screen, *sampling], js=ADDRESS_JS)
+    arrived.then(None, js=ARRIVED_JS, api_visibility="private")
     act(parts.box.submit, do.send, [parts.box, shown, search, *sampling], screen)
     act(parts.chat.example_select, do.example, [shown, search, *sampling], screen)
     act(parts.chat.retry, do.retry, [shown, *sampling], screen)

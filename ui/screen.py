@@ -80,13 +80,14 @@ def chat_picture(parts: Parts, view: ChatView, limit: int) -> Picture:
     """The conversation as it stands, and the composer to match."""
     messages = window(view.messages, limit)
     job = view.job.view if view.job else None
+    busy = job is not None and not job.ended
     here = view.job is not None and view.leaf_id == view.job.reply_id
     return {
         parts.chat: _rows(messages, job if here else None),
         parts.marks: {"rows": row_marks(view, messages), "num_earlier": len(view.messages) - len(messages)},
         parts.live: live(job) if job and here else IDLE,
-        parts.shown: _shown_value(view, messages, limit),
-        parts.box: composer(busy=job is not None and not job.ended),
+        parts.shown: _shown_value(view, messages, limit, writing=busy),
+        parts.box: composer(busy=busy),
     }
 
 
@@ -96,7 +97,13 @@ def empty_picture(parts: Parts, system_prompt: str) -> Picture:
         parts.chat: [],
         parts.marks: {"rows": [], "num_earlier": 0},
         parts.live: IDLE,
-        parts.shown: {"conversation": None, "title": "", "rows": [], "limit": Shown().limit},
+        parts.shown: {
+            "conversation": None,
+            "title": "",
+            "rows": [],
+            "limit": Shown().limit,
+            "writing": False,
+        },
         parts.box: composer(busy=False),
         parts.system_prompt: system_prompt,
     }
@@ -116,10 +123,13 @@ def _rows(messages: tuple[Message, ...], job: JobView | None) -> list[ChatRow]:
     return [*chat_rows(messages[:-1]), chat_row("assistant", job.text)]
 
 
-def _shown_value(view: ChatView, messages: tuple[Message, ...], limit: int) -> dict[str, object]:
+def _shown_value(
+    view: ChatView, messages: tuple[Message, ...], limit: int, *, writing: bool
+) -> dict[str, object]:
     return {
         "conversation": view.conversation.id,
         "title": view.conversation.title,
         "rows": [message.id for message in messages],
         "limit": limit,
+        "writing": writing,
     }

@@ -18,11 +18,13 @@ MOST_ROWS = 2_000
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """`row_ids[i]` is the message in row `i` of the chat; `limit` is how many rows it may show."""
+    """`row_ids[i]` is the message in row `i` of the chat; `limit` is how many rows it may show. `writing`:
+    the tab shows a reply on its way, and will until somebody tells it that the reply has ended."""
 
     conversation_id: str | None = None
     row_ids: tuple[str, ...] = ()
     limit: int = ROWS_AT_FIRST
+    writing: bool = False
 
     @property
     def leaf_id(self) -> str | None:
@@ -46,6 +48,7 @@ class Shown:
             conversation_id=conversation_id if isinstance(conversation_id, str) and conversation_id else None,
             row_ids=_strings(row_ids),
             limit=min(max(limit, 1), MOST_ROWS) if isinstance(limit, int) else ROWS_AT_FIRST,
+            writing=data.get("writing") is True,
         )
 
 

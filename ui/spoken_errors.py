@@ -10,7 +10,8 @@ from __future__ import annotations
 import functools
 import html
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing
 from typing import ParamSpec
 
 import gradio as gr
@@ -43,15 +44,16 @@ def spoken(handler: Callable[P, object]) -> Callable[P, object]:
     return guarded
 
 
-def spoken_stream(handler: Callable[P, AsyncIterator[object]]) -> Callable[P, AsyncIterator[object]]:
+def spoken_stream(handler: Callable[P, AsyncGenerator[object, None]]) -> Callable[P, AsyncIterator[object]]:
     """The same for a follower. Its last word is always "nothing new", because Gradio sends the last
     values of a generator once more when it ends."""
 
     @functools.wraps(handler)
     async def guarded(*args: P.args, **kwargs: P.kwargs) -> AsyncIterator[object]:
         try:
-            async for picture in handler(*args, **kwargs):
-                yield picture
+            async with aclosing(handler(*args, **kwargs)) as pictures:  # ends with us, not some time later
+                async for picture in pictures:
+                    yield picture
         except Exception as exc:
             say(exc)
         yield unchanged()

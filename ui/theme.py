@@ -1,4 +1,4 @@
-"""How the page looks: a Gradio theme, our style sheets, and the script that runs before the page.
+"""How the page looks: a Gradio theme, our style sheets, and the scripts that run before the page.
 
 Nothing comes from another host: system fonts only, and every asset is a file next to this one.
 """
@@ -14,6 +14,7 @@ from gradio.themes.utils.colors import Color
 ASSETS = Path(__file__).parent / "assets"
 
 STYLES = ("base.css", "frame.css", "sidebar.css", "chat.css", "composer.css", "drawer.css")
+SCRIPTS = ("stream.js", "page.js", "opening.js")
 
 EMBER = Color(
     *(
@@ -59,7 +60,8 @@ def launch_looks() -> dict[str, object]:
     would keep them from looking at the document's own classes.
     """
     css = "\n".join(asset(name) for name in STYLES)
-    return {"theme": _theme(), "head": f"<style>{css}</style>\n<script>{asset('page.js')}</script>"}
+    scripts = "\n".join(asset(name) for name in SCRIPTS)
+    return {"theme": _theme(), "head": f"<style>{css}</style>\n<script>{scripts}</script>"}
 
 
 @cache

@@ -12,9 +12,10 @@ import pytest
 from cache_store.records import Conversation, Message
 from chat.chats import ChatView
 from chat.job import Job, JobView
-from ui.following import Tabs, Writing, looks, pictures
+from ui.following import Writing, looks, pictures
 from ui.live import IDLE, live
 from ui.screen import Parts
+from ui.tabs import Tabs
 
 QUESTION = Message("q1", "c1", None, "user", "Why?", "done", 0.0)
 REPLY = Message("a1", "c1", "q1", "assistant", "", "running", 0.0)
@@ -79,36 +80,18 @@ def test_many_tokens_between_two_looks_are_one_update() -> None:
 def test_a_follower_that_is_not_wanted_any_more_ends_and_the_reply_goes_on() -> None:
     """C38, C40."""
     job, tabs = job_of(), Tabs()
-    ticket = tabs.turn("tab")
-    seen = seen_by(job, [lambda: None, lambda: void(tabs)], lambda: tabs.is_newest("tab", ticket))
+    ticket = tabs.follow("tab", "c1")
+    assert ticket is not None
+    seen = seen_by(job, [lambda: None, lambda: tabs.draw("tab", "c2")], lambda: tabs.is_newest("tab", ticket))
     assert [look.state for look in seen] == ["queued"]
     assert not job.stop_requested
     assert not job.view.ended
-
-
-def void(tabs: Tabs) -> None:
-    tabs.turn("tab")
 
 
 def test_a_follower_of_an_ended_reply_looks_once() -> None:
     job = job_of()
     job.publish(state="stopped", text="Half")
     assert [look.state for look in seen_by(job, [])] == ["stopped"]
-
-
-def test_tabs_do_not_disturb_each_other() -> None:
-    tabs = Tabs()
-    one, two = tabs.turn("one"), tabs.turn("two")
-    tabs.turn("two")
-    assert tabs.is_newest("one", one)
-    assert not tabs.is_newest("two", two)
-
-
-def test_a_closed_tab_has_no_newest_follower() -> None:
-    tabs = Tabs()
-    ticket = tabs.turn("one")
-    tabs.close("one")
-    assert not tabs.is_newest("one", ticket)
 
 
 def pictures_of(

@@ -118,6 +118,20 @@ def test_a_share_link_is_answered_once_it_is_known_whatever_host_its_tunnel_name
     assert ask(host="other.gradio.live", hosts=hosts).status == 403
 
 
+@pytest.mark.parametrize("kind", ["image", "video", "style", "iframe", "script", "object"])
+def test_a_message_cannot_sign_somebody_out_by_naming_that_address_as_a_picture(kind: str) -> None:
+    for path in ("/logout", "/", "/gradio_api/queue/join"):
+        assert ask(path, headers={"Sec-Fetch-Dest": kind, "Sec-Fetch-Site": "same-origin"}).status == 404
+    for path in ("/favicon.ico", "/theme.css", "/assets/index.js", "/static/img/logo.svg"):
+        assert ask(path, headers={"Sec-Fetch-Dest": kind, "Sec-Fetch-Site": "same-origin"}).status == 200
+
+
+@pytest.mark.parametrize("kind", ["document", "empty", None])
+def test_what_a_person_opens_or_our_script_asks_for_is_answered(kind: str | None) -> None:
+    sent = {} if kind is None else {"Sec-Fetch-Dest": kind}
+    assert ask("/logout", headers=sent).status == 200
+
+
 @pytest.mark.parametrize(
     "origin",
     [
