@@ -85,6 +85,7 @@ def prepare_environment(environment: MutableMapping[str, str], temporary: Path, 
     environment["GRADIO_ANALYTICS_CACHE_FREQUENCY"] = "1000000"  # Gradio tabulates its events every time else
     environment["GRADIO_TEMP_DIR"] = str(temporary)
     environment["HF_HUB_DISABLE_TELEMETRY"] = "1"
+    environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads starve on a busy machine
     if offline:
         environment["HF_HUB_OFFLINE"] = "1"
         environment["TRANSFORMERS_OFFLINE"] = "1"

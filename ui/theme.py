@@ -14,7 +14,7 @@ from gradio.themes.utils.colors import Color
 ASSETS = Path(__file__).parent / "assets"
 
 STYLES = ("base.css", "frame.css", "sidebar.css", "chat.css", "composer.css", "drawer.css")
-SCRIPTS = ("stream.js", "page.js", "opening.js")
+SCRIPTS = ("page.js", "opening.js")
 
 EMBER = Color(
     *(
