@@ -176,6 +176,7 @@ def test_libraries_are_told_to_keep_quiet_and_to_keep_files_private(tmp_path: Pa
         "GRADIO_ANALYTICS_CACHE_FREQUENCY": "1000000",
         "GRADIO_TEMP_DIR": str(tmp_path),
         "HF_HUB_DISABLE_TELEMETRY": "1",
+        "OMP_WAIT_POLICY": "PASSIVE",
     }
     app.prepare_environment(environment, tmp_path, offline=True)
     assert (environment["HF_HUB_OFFLINE"], environment["TRANSFORMERS_OFFLINE"]) == ("1", "1")
