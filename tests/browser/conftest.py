@@ -33,8 +33,9 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     return report
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def browser(chromium_path: str) -> Iterator[Browser]:
+    """Ends with this package: Playwright's loop runs in this thread, where other tests run their own."""
     expect.set_options(timeout=PATIENCE_MS)
     with sync_playwright() as playwright:
         # Chromium refuses its sandbox to root, as whom containers run.
@@ -43,7 +44,7 @@ def browser(chromium_path: str) -> Iterator[Browser]:
         chromium.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def app(default_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningApp]:
     """One app for all tests; it has a long chat from earlier days."""
     data_dir = tmp_path_factory.mktemp("keepwarm")
@@ -52,7 +53,7 @@ def app(default_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) ->
         yield running
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def all_profiles(browser: Browser, app: RunningApp) -> Iterator[Profiles]:
     profiles = Profiles(browser, app.address, PATIENCE_MS)
     yield profiles
