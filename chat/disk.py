@@ -32,11 +32,12 @@ PATIENCE_S = 5.0
 @dataclass(frozen=True, slots=True)
 class Loaded:
     """What came of loading: the cache to go on with, how many tokens of the given one it still has from
-    before, and tokens lost to damaged files."""
+    before, tokens lost to damaged files, and how many of these there were."""
 
     cache: KVCache
     num_kept: int
     num_damaged: int
+    num_damaged_files: int
 
 
 class DiskCaches:
@@ -71,7 +72,7 @@ class DiskCaches:
 
         A cache with states is put back, fresh, at the newest end of a segment whose state is there.
         """
-        wanted, num_damaged, num_kept = chain.num_tokens, 0, len(cache)
+        wanted, num_damaged, num_files, num_kept = chain.num_tokens, 0, 0, len(cache)
         while chain.links:
             owner = chain.links[0].segment.owner
             if not cache.has_rows():
@@ -81,13 +82,13 @@ class DiskCaches:
             outcome = self._load_links(cache, missing, token_ids)
             if outcome is None:
                 self._use(conversation_id, chain)
-                return Loaded(cache, num_kept, num_damaged)
+                return Loaded(cache, num_kept, num_damaged, num_files)
             if outcome == "no state":
                 chain = Chain(chain.links[:-1], chain.evicted)
             else:
                 chain = self.find(owner, conversation_id, token_ids[:wanted], wait=False)
-                num_damaged = wanted - chain.num_tokens
-        return Loaded(cache if cache.has_rows() else new_cache(), num_kept, num_damaged)
+                num_damaged, num_files = wanted - chain.num_tokens, num_files + 1
+        return Loaded(cache if cache.has_rows() else new_cache(), num_kept, num_damaged, num_files)
 
     def save(self, rows: NewRows) -> bool:
         """Queue new rows; False when they were not taken and should be offered again."""
@@ -110,6 +111,14 @@ class DiskCaches:
     def take_lost(self, conversation_id: str) -> bool:
         """Whether rows of this conversation that were queued could not be written."""
         return self._saver.take_lost(conversation_id)
+
+    def last_path(self, conversation_id: str) -> tuple[int, ...]:
+        """The ids of the path that this conversation's rows were last saved or used for; empty when none."""
+        try:
+            return self._segments.last_path(conversation_id, self._fingerprint_id)
+        except StoreError as error:
+            log.warning("saved caches could not be looked up: %s", error)
+            return ()
 
     def changed_field(self, conversation_id: str) -> str:
         """What differs between the fingerprint of this conversation's saved rows and ours, in words; empty

@@ -12,11 +12,15 @@ from dataclasses import dataclass
 
 from cache_store.records import Chain, Conversation, Message
 from chat.disk import NOTHING, DiskCaches, states_at_ends
+from chat.divergence import Decode, divergence_of
 from chat.errors import MemoryLimit
 from chat.kv_cache import KVCache
 from chat.live_caches import LiveCache, LiveCaches
 from chat.prompt import Prompt
-from chat.stats import Reason, TurnStats
+from chat.stats import Divergence, Reason, TurnStats
+
+ONLY_NEW: frozenset[Reason] = frozenset({"new", "boundary"})
+"""Reasons that need no explanation: nothing that was read before was changed or lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +37,16 @@ class Origin:
 @dataclass(frozen=True, slots=True)
 class Start:
     """A cache that holds exactly the first `num_live + num_disk` prompt tokens, of which `num_saved` are on
-    disk or on their way there, and why each other one is read."""
+    disk or on their way there, and why each other one is read (see `TurnStats`)."""
 
     cache: KVCache
     num_live: int
     num_disk: int
     num_saved: int
     reasons: Mapping[Reason, int]
+    divergence: Divergence | None = None
+    changed_setting: str = ""
+    num_damaged_files: int = 0
 
     @property
     def num_cached(self) -> int:
@@ -50,12 +57,13 @@ class Start:
 @dataclass(frozen=True, slots=True)
 class Places:
     """Where caches come from: those in RAM, those on disk (None: saving is off), and new ones, which take
-    `bytes_per_token` once they hold something."""
+    `bytes_per_token` once they hold something. `decode` turns ids into the text shown for a divergence."""
 
     live: LiveCaches
     disk: DiskCaches | None
     new_cache: Callable[[], KVCache]
     bytes_per_token: int
+    decode: Decode
 
 
 def start_turn(
@@ -80,7 +88,9 @@ def start_turn(
     common = lent.cache.num_common(usable_ids) if lent else 0
     own = common if lent and lent.cache.can_crop_to(common) else 0
     extends = lent is not None and common == len(lent.cache) and lent.was_read_for(path)
-    again = _why_again(places, lent, common, conversation, path)
+    old_ids = lent.cache.token_ids if lent else _saved_past(places, conversation)
+    changed_setting = _changed_setting(places, conversation) if lent is None else ""
+    again = _why_again(places, lent, common, conversation, path, changed_setting)
     num_saved = min(lent.num_saved, own) if lent else 0
     try:
         chain = _saved_beginning(places, conversation, usable_ids, own, wait=own < min(num_old, limit))
@@ -94,11 +104,11 @@ def start_turn(
             live.make_room(cache.nbytes_for(len(prompt), places.bytes_per_token))
             cache.crop_to(own)
             cache.reserve(len(prompt))
-        num_live, num_damaged = len(cache), 0
+        num_live, num_damaged, num_files = len(cache), 0, 0
         if places.disk is not None and chain.num_tokens > num_live:
             loaded = places.disk.load(cache, chain, usable_ids, conversation.id, places.new_cache)
             num_live = 0 if loaded.cache is not cache else min(num_live, loaded.num_kept)
-            cache, num_damaged = loaded.cache, loaded.num_damaged
+            cache, num_damaged, num_files = loaded.cache, loaded.num_damaged, loaded.num_damaged_files
     except BaseException:
         if lent is not None:
             live.keep(conversation.id, lent)
@@ -111,7 +121,16 @@ def start_turn(
     if num_again:
         why = "damaged" if num_damaged else "evicted" if chain.evicted else again
         reasons[why] = reasons.get(why, 0) + num_again
-    return Start(cache, num_live, len(cache) - num_live, num_saved, reasons)
+    return Start(
+        cache,
+        num_live,
+        len(cache) - num_live,
+        num_saved,
+        reasons,
+        divergence_of(old_ids, prompt.token_ids, places.decode) if reasons.keys() - ONLY_NEW else None,
+        changed_setting if reasons.get("fingerprint") else "",
+        num_files,
+    )
 
 
 def _saved_beginning(
@@ -156,19 +175,29 @@ def _why_fresh(origin: Origin, only_the_last: bool) -> Reason:
     return "edited" if origin.question_edited else "new"
 
 
+def _saved_past(places: Places, conversation: Conversation) -> tuple[int, ...]:
+    """The ids that the conversation's last saved turn had read; empty when none is known."""
+    return places.disk.last_path(conversation.id) if places.disk is not None else ()
+
+
+def _changed_setting(places: Places, conversation: Conversation) -> str:
+    return places.disk.changed_field(conversation.id) if places.disk is not None else ""
+
+
 def _why_again(
     places: Places,
     lent: LiveCache | None,
     common: int,
     conversation: Conversation,
     path: Sequence[Message],
+    changed_setting: str,
 ) -> Reason:
     """A cache whose last reply is on the path was read for this very past: then only the template can have
     rendered it differently. Otherwise it belongs to another branch."""
     if lent is None:
-        if places.disk is not None and places.disk.changed_field(conversation.id):
+        if changed_setting:
             return "fingerprint"
-        return places.live.why_missing(conversation.id) or "restart"
+        return places.live.why_missing(conversation.id) or ("off" if places.disk is None else "restart")
     if lent.system_prompt != conversation.system_prompt:
         return "edited"
     if not lent.cache.can_crop_to(common):

@@ -83,10 +83,16 @@ class ChatSession:
         self._live = live
         self._settings = settings
         self._disk = disk
-        self._places = Places(live, disk, lambda: KVCache(loaded.model, settings), loaded.kv_bytes_per_token)
+        self._places = Places(
+            live, disk, lambda: KVCache(loaded.model, settings), loaded.kv_bytes_per_token, self._decode
+        )
         self._read_s_per_token = 0.0
         self._renderer = PromptRenderer(loaded.tokenizer, loaded.eos_token_ids)
         self._decoder = cast(Tokenizer, copy.deepcopy(loaded.tokenizer.backend_tokenizer))
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        """Ids as text for people, control tokens included."""
+        return self._decoder.decode(list(token_ids), skip_special_tokens=False)
 
     def check_fits(self, path: Sequence[Message], system_prompt: str) -> None:
         """Raises ContextFull or PromptFailed when no reply to `path` could be written."""

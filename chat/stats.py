@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Literal, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 from cache_store.records import Json
 
@@ -24,19 +24,33 @@ Reason = Literal[
     "damaged",
     "not_croppable",
     "failed",
+    "off",
 ]
 """Why a token was read. First times: `new` text; text of an `edited` message. Always: the one token at the
 `boundary`, fed again to get the first logits when all else is remembered. Again: the `template` rendered
 the past differently; its cache was `evicted` to stay within a budget; the app was `restart`ed before it
 was saved; what is saved has another `fingerprint` (model, dtype, template, …); a saved file is `damaged`;
-the model's layers are `not_croppable`; the last turn `failed` and its cache was dropped."""
+the model's layers are `not_croppable`; the last turn `failed` and its cache was dropped; saving is `off`, so
+that a restart forgot it."""
 
 READ_AGAIN: frozenset[Reason] = frozenset(
-    {"template", "evicted", "restart", "fingerprint", "damaged", "not_croppable", "failed"}
+    {"template", "evicted", "restart", "fingerprint", "damaged", "not_croppable", "failed", "off"}
 )
 """The reasons that count as reading a second time (law 1)."""
 
 REASONS: tuple[Reason, ...] = get_args(Reason)
+
+
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """Where a prompt departs from what its conversation had read before: the first `position` tokens are
+    the same. `before`, `old` and `new` are short texts: what both have just before that place, and what
+    follows in each."""
+
+    position: int
+    before: str
+    old: str
+    new: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +59,9 @@ class TurnStats:
 
     `ttft_s`: from the moment the job left the queue to the first sampled token. `queue_s`: the wait
     before that. `decode_tokens_per_s`: over the tokens after the first one; 0 when there was none.
-    `num_cached_tokens`: what the conversation's cache held when the turn was over.
+    `num_cached_tokens`: what the conversation's cache held when the turn was over. Behind the reasons:
+    `divergence`, None when the prompt only went on from what was read before; `changed_setting`, the part
+    of the fingerprint that differs, with both values; and how many cache files were found damaged.
     """
 
     num_prompt_tokens: int
@@ -58,6 +74,9 @@ class TurnStats:
     ttft_s: float = 0.0
     decode_tokens_per_s: float = 0.0
     num_cached_tokens: int = 0
+    divergence: Divergence | None = None
+    changed_setting: str = ""
+    num_damaged_files: int = 0
 
     @property
     def num_read_again(self) -> int:
@@ -78,4 +97,7 @@ class TurnStats:
     @classmethod
     def from_json(cls, data: Mapping[str, Json]) -> TurnStats:
         """Build from stored JSON. Raises TypeError or ValueError when it is not one of ours."""
-        return cls(**cast("dict[str, int]", dict(data)))  # pyright: ignore[reportArgumentType]
+        fields = cast("dict[str, Any]", dict(data))
+        if fields.get("divergence"):
+            fields["divergence"] = Divergence(**fields["divergence"])
+        return cls(**fields)

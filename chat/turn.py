@@ -97,6 +97,9 @@ class Turn:
             ttft_s=max(0.0, self._first_at - self.began),
             decode_tokens_per_s=(self.num_decoded - 1) / seconds if seconds > 0 else 0.0,
             num_cached_tokens=num_cached,
+            divergence=self.start.divergence,
+            changed_setting=self.start.changed_setting,
+            num_damaged_files=self.start.num_damaged_files,
         )
 
     def _may_go_on(self) -> bool:

@@ -12,6 +12,7 @@ WHY_AGAIN: dict[Reason, str] = {
     "damaged": "a cache file was damaged",
     "not_croppable": "this model cannot step back to an earlier place",
     "failed": "the last reply failed",
+    "off": "saving is turned off, so the restart forgot it",
 }
 """Only the reasons for which tokens that had been read before were read once more."""
 
@@ -38,11 +39,20 @@ def stats_line(stats: TurnStats) -> str:
 def read_again(stats: TurnStats) -> str:
     """Which tokens were read once more, and why, in plain words; empty when none were."""
     clauses = [
-        f"{stats.reasons[reason]:,} read again: {why}"
+        _damage(stats) if reason == "damaged" else f"{stats.reasons[reason]:,} read again: {why}"
         for reason, why in WHY_AGAIN.items()
         if stats.reasons.get(reason, 0) > 0
     ]
     return "; ".join(clauses)
+
+
+def _damage(stats: TurnStats) -> str:
+    files = (
+        "1 cache file was"
+        if stats.num_damaged_files == 1
+        else f"{stats.num_damaged_files:,} cache files were"
+    )
+    return f"{files} damaged; {_tokens(stats.reasons['damaged'])} read again"
 
 
 def stats_details(stats: TurnStats) -> list[tuple[str, str]]:
@@ -59,11 +69,23 @@ def stats_details(stats: TurnStats) -> list[tuple[str, str]]:
     for reason, why in WHY_AGAIN.items():
         if stats.reasons.get(reason, 0) > 0:
             rows.append((f"Read again: {why}", _tokens(stats.reasons[reason])))
+    rows += _what_changed(stats)
     rows.append(("Reply", _tokens(stats.num_reply_tokens)))
     rows.append(("Waited in the queue", seconds(stats.queue_s)))
     rows.append(("First word after", seconds(stats.ttft_s)))
     if stats.decode_tokens_per_s > 0:
         rows.append(("Writing speed", f"{stats.decode_tokens_per_s:.1f} tok/s"))
+    return rows
+
+
+def _what_changed(stats: TurnStats) -> list[tuple[str, str]]:
+    """Where the prompt departs from what had been read before: the setting, or the text around the place."""
+    rows = [("What differs", stats.changed_setting)] if stats.changed_setting else []
+    if stats.divergence is not None:
+        place = stats.divergence
+        rows.append(("Differs after", _tokens(place.position)))
+        rows.append(("Before", f"{place.before}▸{place.old}…"))
+        rows.append(("Now", f"{place.before}▸{place.new}…"))
     return rows
 
 

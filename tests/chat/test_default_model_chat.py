@@ -82,7 +82,7 @@ def test_regenerate_edit_and_restart_pass_the_oracle(house: House) -> None:
     house.restart()
     view = house.say("Why?", chat_id, SHORT)
     house.check(chat_id)
-    assert set(cast("dict[str, int]", last_stats(view)["reasons"])) == {"restart", "new"}
+    assert set(cast("dict[str, int]", last_stats(view)["reasons"])) == {"off", "new"}
 
 
 def test_a_pasted_text_is_read_in_chunks_with_its_progress_shown(

@@ -222,7 +222,7 @@ def test_a_restart_is_named_and_only_what_is_new_is_called_new(house: House) -> 
     house.restart()
     view = house.say("And?", view.conversation.id)
     prompt = house.prompt(view, upto=-1)
-    assert dict(stats(view).reasons) == {"restart": num_known, "new": len(prompt) - num_known}
+    assert dict(stats(view).reasons) == {"off": num_known, "new": len(prompt) - num_known}
     house.check(view.conversation.id)
 
 
@@ -320,7 +320,7 @@ def test_a_regenerated_first_reply_after_a_restart_is_read_again(house: House) -
     house.restart()
     view = house.regenerate(view.messages[-1].id)
     assert stats(view).num_read_again == len(prompt) - 1
-    assert set(stats(view).reasons) <= {"restart", "new", "boundary"}
+    assert set(stats(view).reasons) <= {"off", "new", "boundary"}
     house.check(view.conversation.id)
 
 

@@ -42,7 +42,7 @@ def test_a_tab_that_was_open_over_a_restart_goes_on_where_it_was(house: House) -
     assert after.messages[:20] == view.messages
     assert house.num_rows() == rows + 2
     house.check(view.conversation.id)
-    assert set(cast("dict[str, int]", last_stats(after)["reasons"])) == {"restart", "new"}
+    assert set(cast("dict[str, int]", last_stats(after)["reasons"])) == {"off", "new"}
     regenerated = house.regenerate(view.messages[1].id)
     assert regenerated.messages[0] == view.messages[0]
     assert house.num_rows() == rows + 3

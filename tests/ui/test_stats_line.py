@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chat.stats import READ_AGAIN, REASONS, Reason, TurnStats
+from chat.stats import READ_AGAIN, REASONS, Divergence, Reason, TurnStats
 from ui.stats_line import WHAT_WAS_READ, WHY_AGAIN, read_again, seconds, stats_details, stats_line
 
 
@@ -89,3 +89,23 @@ def test_the_details_account_for_every_prompt_token(live: int, disk: int, reason
     rows = dict(stats_details(stats(live, disk, reasons)))
     numbers = [int(rows[label].split()[0].replace(",", "")) for label in list(rows)[:4]]
     assert numbers[0] == numbers[1] + numbers[2] + numbers[3]
+
+
+def test_damaged_files_are_told_with_what_they_cost() -> None:
+    one = stats(100, 0, {"damaged": 812, "new": 9}, num_damaged_files=1)
+    assert read_again(one) == "1 cache file was damaged; 812 tokens read again"
+    two = stats(100, 0, {"damaged": 812}, num_damaged_files=2)
+    assert read_again(two) == "2 cache files were damaged; 812 tokens read again"
+
+
+def test_the_place_where_the_texts_part_can_be_opened() -> None:
+    place = Divergence(1204, "dog is called ", "Pixel", "Rover")
+    details = dict(stats_details(stats(1204, 0, {"edited": 4}, divergence=place)))
+    assert details["Differs after"] == "1,204 tokens"
+    assert details["Before"] == "dog is called ▸Pixel…"
+    assert details["Now"] == "dog is called ▸Rover…"
+
+
+def test_the_setting_that_differs_is_told_with_both_values() -> None:
+    details = dict(stats_details(stats(0, 0, {"fingerprint": 9}, changed_setting="dtype was a, is b")))
+    assert details["What differs"] == "dtype was a, is b"
