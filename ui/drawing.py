@@ -8,7 +8,6 @@ import gradio as gr
 
 from chat.chats import Chats, ChatView
 from ui.conversation_list import listing
-from ui.following import Writing
 from ui.login import owner_of
 from ui.screen import Parts, Picture, Status, chat_picture, empty_picture, status_value
 from ui.shown import Shown
@@ -23,7 +22,6 @@ class Drawing:
         self._parts = parts
         self._default_prompt = default_system_prompt
         self.tabs = Tabs()
-        self.writing = Writing()
 
     def arrive(self, request: gr.Request, conversation_id: str | None, limit: int) -> Picture:
         """Another conversation, or an empty page for None, with its system prompt in the drawer."""
@@ -43,16 +41,14 @@ class Drawing:
     def view(self, request: gr.Request, view: ChatView, limit: int) -> Picture:
         """The view as a picture; from here on no earlier follower of this tab draws any more."""
         self.tabs.draw(tab_of(request), view.conversation.id)
-        self.writing.note(view.job)
         return chat_picture(self._parts, view, limit)
 
-    def followed(self, owner: str, shown: Shown) -> Picture:
-        """What a follower may redraw of the conversation that this tab shows, and who is writing."""
-        if shown.conversation_id is None:
+    def followed(self, owner: str, view: ChatView | None, limit: int) -> Picture:
+        """What a follower may redraw: the view, or an empty page for None, and who is writing."""
+        if view is None:
             whole = empty_picture(self._parts, self._default_prompt)
             return {part: value for part, value in whole.items() if part in self._parts.followed}
-        view = self._chats.view(owner, shown.conversation_id)
-        return {**chat_picture(self._parts, view, shown.limit), self._parts.status: self.status(owner)}
+        return {**chat_picture(self._parts, view, limit), self._parts.status: self.status(owner)}
 
     def around(self, owner: str, search: str) -> Picture:
         """The list and the signs."""
@@ -66,7 +62,7 @@ class Drawing:
 
     def status(self, owner: str) -> Status:
         """The model, and who is still writing."""
-        return status_value(self._chats.model_status(), self.writing.of(owner))
+        return status_value(self._chats.model_status(), sorted(self._chats.writing(owner)))
 
     def listing(self, owner: str, search: str) -> object:
         """The conversations that match what is typed in the search box."""

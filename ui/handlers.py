@@ -7,11 +7,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from dataclasses import replace
+from functools import partial
 
 import gradio as gr
 
 from cache_store.errors import NotFound, StaleView
-from chat.chats import Chats
+from chat.chats import Chats, ChatView
 from chat.errors import ContextFull, NothingToDo, QueueFull
 from ui.drawing import Drawing, tab_of
 from ui.following import pictures
@@ -60,7 +61,6 @@ class Handlers:
         except StaleView as exc:
             say(exc)
             return {**self._draw.again(request, shown), **self._draw.around(owner, search)}
-        self._draw.writing.note(job)
         picture = self._draw.view(request, self._chats.view(owner, job.conversation_id), shown.limit)
         return {**picture, self._parts.box: composer(busy=True, text=""), **self._draw.around(owner, search)}
 
@@ -93,7 +93,7 @@ class Handlers:
         if message_id is None or not visible(text) or text == self._stored_text(owner, shown, message_id):
             return self._draw.again(request, shown)
         try:
-            self._draw.writing.note(self._chats.edit(owner, message_id, text, sampling_from(sampling)))
+            self._chats.edit(owner, message_id, text, sampling_from(sampling))
         except EDIT_REFUSED as exc:
             say(exc)
             kept = {} if visible(draft) else {self._parts.box: gr.Textbox(value=text)}
@@ -204,33 +204,36 @@ class Handlers:
         if ticket is None:
             return
         with tabs.following(tab, ticket):
-            if await tabs.outlast(tab, ticket):
-                yield await asyncio.to_thread(self._draw.followed, owner, shown)
-            if shown.conversation_id is None:
+            overtook = await tabs.outlast(tab, ticket)
+            view = await asyncio.to_thread(self._view, owner, shown)
+            if overtook:
+                yield self._draw.followed(owner, view, shown.limit)
+            if view is None:
                 return
-            view = await asyncio.to_thread(self._chats.view, owner, shown.conversation_id)
-            async for picture in pictures(
-                self._parts, view, shown.limit, lambda: tabs.is_newest(tab, ticket)
-            ):
+            wanted = partial(tabs.is_newest, tab, ticket)
+            async for picture in pictures(self._parts, view, shown.limit, wanted):
                 yield picture
             if view.job is not None or shown.writing:  # it may have ended before we came
-                picture = await asyncio.to_thread(self._draw.followed, owner, shown)
-                if tabs.is_newest(tab, ticket):
-                    yield picture
+                view = await asyncio.to_thread(self._view, owner, shown)
+                if wanted():
+                    yield self._draw.followed(owner, view, shown.limit)
 
     def _again(self, request: gr.Request, row: object, shown: Shown, sampling: tuple[object, ...]) -> object:
         owner, message_id = owner_of(request), shown.row_id(row)
         if message_id is None:
             return unchanged()
-        self._draw.writing.note(self._chats.regenerate(owner, message_id, sampling_from(sampling)))
+        self._chats.regenerate(owner, message_id, sampling_from(sampling))
         return {**self._draw.again(request, shown), **self._draw.signs(owner)}
 
     def _stored_text(self, owner: str, shown: Shown, message_id: str) -> str | None:
         """What the store has, not what the browser says it was; None when it is not on the shown path."""
-        if shown.conversation_id is None:
-            return None
-        messages = self._chats.view(owner, shown.conversation_id).messages
+        view = self._view(owner, shown)
+        messages = view.messages if view else ()
         return next((message.text for message in messages if message.id == message_id), None)
+
+    def _view(self, owner: str, shown: Shown) -> ChatView | None:
+        """What the tab shows as it stands now; None for an empty page."""
+        return self._chats.view(owner, shown.conversation_id) if shown.conversation_id else None
 
 
 EDIT_REFUSED = (NothingToDo, ContextFull, QueueFull, InvalidSampling)

@@ -1,4 +1,5 @@
-"""The state of a reply that has no text yet, as one line in the place where the text will be."""
+"""The state of a reply that has no text yet, as one line in the place where the text will be, and the beat
+by which the page knows that it is still being told of its reply."""
 
 from __future__ import annotations
 
@@ -9,27 +10,30 @@ from chat.job import JobView
 
 class Live(TypedDict):
     """What the page shows in the place of a reply while there is no text yet. `fraction` is None
-    when there is nothing to measure."""
+    when there is nothing to measure. `beat` counts up slowly while somebody watches the reply."""
 
-    state: str
     line: str
     fraction: float | None
+    beat: int
 
 
-IDLE: Live = {"state": "idle", "line": "", "fraction": None}
+IDLE: Live = {"line": "", "fraction": None, "beat": 0}
 
 
-def live(view: JobView) -> Live:
+def live(view: JobView, beat: int = 0) -> Live:
     """The state of a reply as one line."""
+    fraction: float | None = None
     if view.state == "queued":
-        return {"state": "queued", "line": _queued(view.position), "fraction": None}
-    if view.state == "loading":
-        return {"state": "loading", "line": "Waiting for the model to load…", "fraction": None}
-    if view.state == "prefill":
-        return _reading(view.num_read, view.num_to_read)
-    if view.state == "decode":
-        return {"state": "writing", "line": "" if view.text else "Writing…", "fraction": None}
-    return IDLE
+        line = _queued(view.position)
+    elif view.state == "loading":
+        line = "Waiting for the model to load…"
+    elif view.state == "prefill":
+        line, fraction = _reading(view.num_read, view.num_to_read)
+    elif view.state == "decode":
+        line = "" if view.text else "Writing…"
+    else:
+        return IDLE
+    return {"line": line, "fraction": fraction, "beat": beat}
 
 
 def _queued(position: int) -> str:
@@ -38,8 +42,7 @@ def _queued(position: int) -> str:
     return "1 reply ahead of yours" if position == 1 else f"{position:,} replies ahead of yours"
 
 
-def _reading(num_read: int, num_to_read: int) -> Live:
+def _reading(num_read: int, num_to_read: int) -> tuple[str, float | None]:
     if num_to_read < 1:
-        return {"state": "reading", "line": "Reading…", "fraction": None}
-    line = f"Reading {num_read:,} of {num_to_read:,} tokens…"
-    return {"state": "reading", "line": line, "fraction": min(num_read / num_to_read, 1.0)}
+        return "Reading…", None
+    return f"Reading {num_read:,} of {num_to_read:,} tokens…", min(num_read / num_to_read, 1.0)

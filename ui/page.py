@@ -47,11 +47,14 @@ def _wire(page: gr.Blocks, parts: Parts, do: Handlers) -> None:
         options = {"queue": False, "show_progress": "hidden", "trigger_mode": "multiple", **options}
         return event(handler, inputs, outputs, api_visibility="private", **options)
 
+    def follow(event: Any) -> None:
+        quick(event, do.follow, [shown], parts.followed, queue=True, concurrency_limit=None)
+
     def act(
         event: Any, handler: Callable[..., object], inputs: list[Any], outputs: list[Any], **options: Any
     ) -> Any:
         acted = quick(event, handler, inputs, outputs, queue=True, concurrency_limit=None, **options)
-        quick(acted.then, do.follow, [shown], parts.followed, queue=True, concurrency_limit=None)
+        follow(acted.then)
         return acted
 
     arrival = [shown, parts.kept_sampling, search]
@@ -69,6 +72,7 @@ def _wire(page: gr.Blocks, parts: Parts, do: Handlers) -> None:
     act(_custom(parts.listing, "remove"), do.delete, [shown, search], screen)
     act(parts.save_prompt.click, do.save_prompt, [parts.system_prompt, shown, search], screen)
 
+    follow(_custom(parts.live, "silence"))
     quick(parts.box.stop, do.stop, [shown], [])
     quick(parts.search.change, do.find, [search], [parts.listing], trigger_mode="always_last")
     quick(_custom(parts.listing, "rename"), do.rename, [shown, search], [parts.listing, shown])

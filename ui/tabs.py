@@ -8,6 +8,7 @@ whatever the order, the last word is the newest follower's.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 from collections.abc import Awaitable, Callable, Generator
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ class Tabs:
 
     def __init__(self) -> None:
         self._newest: dict[str, int] = {}
+        self._tickets = itertools.count(1)  # never the same one twice, or a tab that was closed could wake up
         self._drawn: dict[str, str | None] = {}
         self._following: dict[str, set[int]] = {}
         self._lock = threading.Lock()
@@ -76,7 +78,7 @@ class Tabs:
             self._drawn.pop(tab, None)
 
     def _next(self, tab: str) -> int:
-        self._newest[tab] = self._newest.get(tab, 0) + 1
+        self._newest[tab] = next(self._tickets)
         return self._newest[tab]
 
     def _has_older(self, tab: str, ticket: int) -> bool:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
 from cache_store.records import Conversation, Message
 from chat.chats import ChatView
 from chat.job import Job, JobView
-from ui.following import Writing, looks, pictures
+from tests.ui.own_loop import run
+from ui.following import LOOKS_PER_BEAT, pictures
 from ui.live import IDLE, live
 from ui.screen import Parts
 from ui.tabs import Tabs
@@ -30,40 +31,53 @@ def view_of(job: Job | None, *messages: Message) -> ChatView:
     return ChatView(Conversation("c1", "me", "A chat", "", 0.0, 0.0), messages, {}, job)
 
 
-def seen_by(
-    job: Job, steps: list[Callable[[], None]], wanted: Callable[[], bool] = lambda: True
-) -> list[JobView]:
-    """The looks of one follower; each pause runs the next step instead of waiting."""
+def pictures_of(
+    job: Job,
+    view: ChatView,
+    steps: list[Callable[[], None]],
+    limit: int = 40,
+    wanted: Callable[[], bool] = lambda: True,
+) -> list[dict[str, Any]]:
+    """The pictures of one follower; each pause runs the next step instead of waiting, and then the end."""
     remaining = iter(steps)
 
     async def pause(_: float) -> None:
         next(remaining, lambda: job.publish(state="done"))()
 
-    async def follow() -> list[JobView]:
-        return [look async for look in looks(job, wanted, pause)]
+    async def follow() -> list[dict[str, Any]]:
+        drawn = pictures(PARTS, view, limit, wanted, pause)
+        return [cast("dict[str, Any]", picture) async for picture in drawn]
 
-    return asyncio.run(follow())
+    return run(follow())
 
 
-def test_a_follower_sees_each_state_and_ends_with_the_ended_one() -> None:
+def test_a_follower_draws_each_state_until_the_end() -> None:
     job = job_of()
-    seen = seen_by(
+    drawn = pictures_of(
         job,
+        view_of(job, QUESTION, REPLY),
         [
             lambda: job.publish(state="prefill", num_read=3, num_to_read=9),
             lambda: job.publish(state="decode", text="Be"),
             lambda: job.publish(state="done", text="Because."),
         ],
     )
-    assert [look.state for look in seen] == ["queued", "prefill", "decode", "done"]
-    assert seen[-1].text == "Because."
+    assert [picture["live"]["line"] for picture in drawn] == ["Starting…", "Reading 3 of 9 tokens…", ""]
+    assert [picture["chat"][-1]["content"][0]["text"] for picture in drawn if "chat" in picture] == ["Be"]
 
 
-def test_nothing_is_passed_on_while_nothing_changes() -> None:
-    """C44."""
+def test_while_nothing_changes_only_the_beat_is_passed_on() -> None:
+    """C44; and a page that waits for a long time knows that it is not forgotten."""
     job = job_of()
-    seen = seen_by(job, [lambda: None] * 50)
-    assert [look.state for look in seen] == ["queued", "done"]
+    drawn = pictures_of(job, view_of(job, QUESTION, REPLY), [lambda: None] * (3 * LOOKS_PER_BEAT))
+    assert drawn == [{"live": live(JobView(), beat=beat)} for beat in range(4)]
+
+
+def test_the_beat_goes_on_under_a_growing_text() -> None:
+    job = job_of()
+    steps = [partial(job.publish, state="decode", text="x" * n) for n in range(1, 2 * LOOKS_PER_BEAT)]
+    drawn = pictures_of(job, view_of(job, QUESTION, REPLY), steps)
+    assert [picture["live"]["beat"] for picture in drawn if "live" in picture] == [0, 0, 1]
 
 
 def test_many_tokens_between_two_looks_are_one_update() -> None:
@@ -74,7 +88,8 @@ def test_many_tokens_between_two_looks_are_one_update() -> None:
         for count in range(100):
             job.publish(state="decode", text="x" * count)
 
-    assert len(seen_by(job, [burst])) == 3
+    drawn = pictures_of(job, view_of(job, QUESTION, REPLY), [burst])
+    assert [len(picture["chat"][-1]["content"][0]["text"]) for picture in drawn if "chat" in picture] == [99]
 
 
 def test_a_follower_that_is_not_wanted_any_more_ends_and_the_reply_goes_on() -> None:
@@ -82,40 +97,26 @@ def test_a_follower_that_is_not_wanted_any_more_ends_and_the_reply_goes_on() -> 
     job, tabs = job_of(), Tabs()
     ticket = tabs.follow("tab", "c1")
     assert ticket is not None
-    seen = seen_by(job, [lambda: None, lambda: tabs.draw("tab", "c2")], lambda: tabs.is_newest("tab", ticket))
-    assert [look.state for look in seen] == ["queued"]
+    steps = [lambda: None, lambda: tabs.draw("tab", "c2"), lambda: job.publish(state="decode", text="Be")]
+    wanted = partial(tabs.is_newest, "tab", ticket)
+    drawn = pictures_of(job, view_of(job, QUESTION, REPLY), steps, wanted=wanted)
+    assert drawn == [{"live": live(JobView())}]
     assert not job.stop_requested
     assert not job.view.ended
 
 
-def test_a_follower_of_an_ended_reply_looks_once() -> None:
+def test_there_is_nothing_to_follow_in_an_ended_reply() -> None:
     job = job_of()
     job.publish(state="stopped", text="Half")
-    assert [look.state for look in seen_by(job, [])] == ["stopped"]
-
-
-def pictures_of(
-    job: Job, view: ChatView, limit: int, steps: list[Callable[[], None]]
-) -> list[dict[str, object]]:
-    """The pictures of a follower whose pauses run `steps`."""
-    remaining = iter(steps)
-
-    async def pause(_: float) -> None:
-        next(remaining, lambda: job.publish(state="done"))()
-
-    async def follow() -> list[dict[str, object]]:
-        drawn = pictures(PARTS, view, limit, lambda: True, pause)
-        return [cast("dict[str, object]", picture) async for picture in drawn]
-
-    return asyncio.run(follow())
+    assert pictures_of(job, view_of(job, QUESTION, REPLY), []) == []
 
 
 def test_the_rows_above_are_handed_on_as_they_are() -> None:
     """C44: finished rows are the same objects in every update, so nothing is drawn twice."""
     job = job_of()
     steps = [lambda: job.publish(state="decode", text="Be"), lambda: job.publish(text="Because")]
-    drawn = pictures_of(job, view_of(job, QUESTION, REPLY), 40, steps)
-    chats = [cast("list[object]", picture["chat"]) for picture in drawn if "chat" in picture]
+    drawn = pictures_of(job, view_of(job, QUESTION, REPLY), steps)
+    chats = [picture["chat"] for picture in drawn if "chat" in picture]
     assert len(chats) == 2
     assert chats[0] is not chats[1]
     assert chats[0][0] is chats[1][0]
@@ -126,15 +127,15 @@ def test_an_update_is_as_long_as_the_window_and_not_as_the_chat() -> None:
     job = job_of()
     earlier = [QUESTION] * 500
     drawn = pictures_of(
-        job, view_of(job, *earlier, REPLY), 40, [lambda: job.publish(state="decode", text="Be")]
+        job, view_of(job, *earlier, REPLY), [lambda: job.publish(state="decode", text="Be")], limit=40
     )
-    assert [len(cast("list[object]", p["chat"])) for p in drawn if "chat" in p] == [40]
+    assert [len(p["chat"]) for p in drawn if "chat" in p] == [40]
 
 
 def test_progress_does_not_redraw_the_chat() -> None:
     job = job_of()
     steps = [lambda: job.publish(state="prefill", num_read=1, num_to_read=9)]
-    drawn = pictures_of(job, view_of(job, QUESTION, REPLY), 40, steps)
+    drawn = pictures_of(job, view_of(job, QUESTION, REPLY), steps)
     assert ["chat" in picture for picture in drawn] == [False] * len(drawn)
     assert drawn
 
@@ -142,7 +143,7 @@ def test_progress_does_not_redraw_the_chat() -> None:
 def test_a_reply_on_another_branch_is_not_drawn_into_this_one() -> None:
     """C40."""
     job = job_of(reply_id="elsewhere")
-    assert pictures_of(job, view_of(job, QUESTION, REPLY), 40, []) == []
+    assert pictures_of(job, view_of(job, QUESTION, REPLY), []) == []
 
 
 @pytest.mark.parametrize(
@@ -168,15 +169,3 @@ def test_the_bar_is_full_when_everything_is_read() -> None:
 
 def test_an_ended_reply_is_idle() -> None:
     assert live(JobView(state="failed", error="No memory.")) == IDLE
-
-
-def test_writing_lists_only_this_owners_running_replies() -> None:
-    """C46."""
-    writing = Writing()
-    mine, other, ended = job_of("me", "c1", "a1"), job_of("you", "c2", "a2"), job_of("me", "c3", "a3")
-    ended.publish(state="done")
-    for job in (mine, other, ended, None):
-        writing.note(job)
-    assert writing.of("me") == ["c1"]
-    mine.publish(state="stopped")
-    assert writing.of("me") == []
