@@ -1,8 +1,9 @@
 """Keepwarm's command line: reads the options, wires the parts together, serves the page.
 
-`python app.py --help` lists the options. Exit codes: 0 after a normal end (Ctrl-C too), 1 when the app
-could not start, 2 when the command line asks for something impossible; both with one sentence. Heavy
-libraries are imported where they are needed, after the environment says how they have to behave.
+`python app.py --help` lists the options, `python app.py store` looks after the saved caches instead. Exit
+codes: 0 after a normal end (Ctrl-C too), 1 when the app could not start, 2 when the command line asks for
+something impossible; both with one sentence. Heavy libraries are imported where they are needed,
+after the environment says how they have to behave.
 """
 
 # ruff: noqa: PLC0415
@@ -24,7 +25,9 @@ from cache_store.folder import DataFolder
 from chat.errors import ChatError
 from chat.settings import DEFAULT_MODEL, CacheSettings, DeviceName
 from ui.address import AddressRefused, claim_address
-from ui.options import Options, UsageError, parse_options
+from ui.option_parser import UsageError
+from ui.options import Options, parse_options
+from ui.store_options import parse_store_options
 
 if TYPE_CHECKING:
     from cache_store.database import Database
@@ -40,8 +43,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run until Ctrl-C or SIGTERM. Returns the exit code; unexpected errors leave as they are."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _interrupt)
+    words = sys.argv[1:] if arguments is None else arguments
     try:
-        run(parse_options(arguments))
+        if words and words[0] == "store":
+            return look_after_store(words[1:])
+        run(parse_options(words))
     except KeyboardInterrupt:
         return 0
     except UsageError as exc:
@@ -49,6 +55,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (StoreError, ChatError, AddressRefused) as exc:
         return _say(exc, code=1)
     return 0
+
+
+def look_after_store(words: Sequence[str]) -> int:
+    """`python app.py store …`: the exit code. Raises UsageError or StoreError."""
+    options = parse_store_options(words)
+
+    from ui.store_command import look_after
+
+    try:
+        return look_after(options)
+    except KeyboardInterrupt:
+        print("Stopped before it was done; nothing is lost, start it again to finish.", file=sys.stderr)
+        return 1
 
 
 def run(options: Options) -> None:

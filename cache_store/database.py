@@ -17,9 +17,9 @@ import os
 import sqlite3
 import threading
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import sqlite_utils
 
@@ -100,7 +100,7 @@ class Database:
         self._lock = threading.RLock()
         self._in_transaction = False
         with self._translated():
-            self._db = _connect(path)
+            self._db = self._connect()
             try:
                 self._prepare()
             except BaseException:
@@ -157,10 +157,21 @@ class Database:
             answer = self.row("PRAGMA wal_checkpoint(TRUNCATE)")
             return answer is not None and not answer["busy"]
 
+    def wait_for_writers(self) -> None:
+        """Return when whatever another process was writing is committed. Here nobody else writes."""
+
     def close(self) -> None:
         """Close the file; every later call raises StoreError. Idempotent."""
         with self._lock, self._translated():
             self._db.close()
+
+    def _connect(self) -> sqlite_utils.Database:
+        """Open the file. It is created readable by its owner only, which the log beside it inherits."""
+        try:
+            os.close(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600))
+        except OSError as exc:
+            raise DiskRefused(_READ_ONLY.format(path=self.path)) from exc
+        return _connection(str(self.path))
 
     def _prepare(self) -> None:
         migrations.refuse_unknown(self._db, self.path)
@@ -182,13 +193,43 @@ class Database:
             raise translate(exc, self.path) from exc
 
 
-def _connect(path: Path) -> sqlite_utils.Database:
-    """Open the file. It is created readable by its owner only, which the log beside it inherits."""
-    try:
-        os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
-    except OSError as exc:
-        raise DiskRefused(_READ_ONLY.format(path=path)) from exc
-    connection = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
+class DatabaseView(Database):
+    """A database file that is there already, for somebody who only looks: every write is refused with
+    DiskRefused. Another process may be writing; each query sees what is committed by then."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises DatabaseDamaged (also when the file was written by an older version: only `Database`
+        brings a schema up to date), DiskRefused, or DataFolderBusy."""
+        super().__init__(path.absolute())
+
+    def wait_for_writers(self) -> None:
+        """Take the write lock for a moment. Gives up after `BUSY_TIMEOUT_S`, and where that is forbidden."""
+        with suppress(sqlite3.OperationalError), closing(self._open("rw").conn) as connection:
+            connection.execute("BEGIN IMMEDIATE")
+
+    def _connect(self) -> sqlite_utils.Database:
+        return self._open("ro")
+
+    def _open(self, mode: Literal["ro", "rw"]) -> sqlite_utils.Database:
+        """`rw`, unlike a path, creates no file."""
+        return _connection(f"{self.path.as_uri()}?mode={mode}")
+
+    def _prepare(self) -> None:
+        migrations.refuse_unknown(self._db, self.path)
+        migrations.refuse_older(self._db, self.path)
+        self._db.conn.execute("PRAGMA trusted_schema = OFF")
+        self._db.conn.create_function("holds", 2, _holds, deterministic=True)
+
+
+def _connection(address: str) -> sqlite_utils.Database:
+    """`address` is a path or a `file:` URI."""
+    connection = sqlite3.connect(
+        address,
+        timeout=BUSY_TIMEOUT_S,
+        isolation_level=None,
+        check_same_thread=False,
+        uri=address.startswith("file:"),
+    )
     return sqlite_utils.Database(connection, execute_plugins=False)
 
 

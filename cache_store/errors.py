@@ -2,6 +2,7 @@
 
 StoreError
 ├── NotFound          the row is not there, was deleted, or belongs to somebody else
+├── NothingThere      somebody looks into a folder in which Keepwarm never kept anything
 ├── StaleView         the caller acted on a leaf that is no longer the end of the chat
 ├── DataFolderBusy    another Keepwarm already writes this data folder
 ├── DatabaseDamaged   SQLite cannot read the file, or a newer Keepwarm wrote it
@@ -22,6 +23,10 @@ class StoreError(Exception):
 
 class NotFound(StoreError):
     """The row does not exist for this owner. Says the same for "deleted" and "not yours"."""
+
+
+class NothingThere(StoreError):
+    """There is no data of Keepwarm in this folder; nothing was created."""
 
 
 class StaleView(StoreError):

@@ -2,7 +2,8 @@
 
 Whoever holds the folder's lock owns everything in it, so nothing else has to reckon with a second process.
 The operating system frees the lock when the process ends, however it ends. The folder and the folders in
-it are created for their owner only; a folder that was there before keeps its permissions.
+it are created for their owner only; a folder that was there before keeps its permissions. Who only looks
+takes a `FolderView` instead and has to reckon with somebody else who writes.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ from types import TracebackType
 
 from filelock import FileLock, Timeout
 
-from cache_store.errors import DataFolderBusy, DiskRefused
+from cache_store.errors import DataFolderBusy, DiskRefused, NothingThere
 
 PRIVATE = 0o700
+
+_DATABASE, _KV = "keepwarm.sqlite", "kv"
 
 
 class DataFolder:
@@ -42,7 +45,7 @@ class DataFolder:
     @property
     def database(self) -> Path:
         """The file with all conversations."""
-        return self.path / "keepwarm.sqlite"
+        return self.path / _DATABASE
 
     @property
     def models(self) -> Path:
@@ -52,7 +55,7 @@ class DataFolder:
     @property
     def kv(self) -> Path:
         """Cache files; can be computed again."""
-        return self._create(self.path / "kv")
+        return self._create(self.path / _KV)
 
     @property
     def temporary(self) -> Path:
@@ -85,3 +88,34 @@ class DataFolder:
             f"Keepwarm cannot write in {folder} ({exc.strerror}); nothing was changed; "
             "allow writing there, or choose another --data-dir."
         )
+
+
+class FolderView:
+    """A data folder as it is for somebody who only looks: without the lock, and nothing is created."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises NothingThere when no Keepwarm ever kept chats in `path`, DiskRefused when that cannot be
+        seen."""
+        self.path = path.expanduser().absolute()
+        try:
+            is_there = self.database.is_file()
+        except OSError as exc:
+            raise DiskRefused(
+                f"Keepwarm cannot look into {self.path} ({exc.strerror}); nothing was changed; "
+                "allow reading there, or choose another --data-dir."
+            ) from exc
+        if not is_there:
+            raise NothingThere(
+                f"There are no chats and no caches of Keepwarm in {self.path}; nothing was created; "
+                "name another folder with --data-dir."
+            )
+
+    @property
+    def database(self) -> Path:
+        """The file with all conversations."""
+        return self.path / _DATABASE
+
+    @property
+    def kv(self) -> Path:
+        """Cache files; the folder need not exist."""
+        return self.path / _KV

@@ -132,7 +132,16 @@ def m002_segments(db: sqlite_utils.Database) -> None:
     )
 
 
-STEPS = (m001_transcripts, m002_segments)
+def m003_undone(db: sqlite_utils.Database) -> None:
+    """A question can be undone: the path ends above it, and which one it was is remembered for a redo."""
+    db.executescript(
+        """
+        ALTER TABLE selections ADD COLUMN undone INTEGER NOT NULL DEFAULT 0 CHECK (undone IN (0, 1));
+        """
+    )
+
+
+STEPS = (m001_transcripts, m002_segments, m003_undone)
 
 MIGRATIONS = sqlite_utils.Migrations("keepwarm")
 for _step in STEPS:
@@ -152,4 +161,13 @@ def refuse_unknown(db: sqlite_utils.Database, path: Path) -> None:
         raise DatabaseDamaged(
             f"The file {path} is a database of another program; it was left untouched; "
             "start Keepwarm with another --data-dir."
+        )
+
+
+def refuse_older(db: sqlite_utils.Database, path: Path) -> None:
+    """Raise DatabaseDamaged unless every step was taken. Only reads, for those who may not take steps."""
+    if len(MIGRATIONS.applied(db)) < len(STEPS):
+        raise DatabaseDamaged(
+            f"The chat database {path} was written by an older Keepwarm; it was left untouched; "
+            "start Keepwarm once with this --data-dir, which brings it up to date."
         )

@@ -14,7 +14,8 @@ import re
 import shutil
 import stat
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,7 +60,8 @@ class SegmentFolder:
         disk_free: Callable[[Path], int] = free_bytes,
         reserve_bytes: int = RESERVE_BYTES,
     ) -> None:
-        """`path` exists. Raises DiskRefused when it cannot be looked through."""
+        """`path` exists, unless nothing is going to be written. Raises DiskRefused when it cannot be looked
+        through."""
         self.path = path
         self._disk_free = disk_free
         self._reserve_bytes = reserve_bytes
@@ -143,7 +145,7 @@ class SegmentFolder:
 
     def quarantine_sizes(self) -> list[int]:
         """The size of each thing that was set aside."""
-        return [_size_of(path) for path in self._quarantined()]
+        return _sizes_of(self._quarantined())
 
     def sweep(self, expected: Mapping[str, int]) -> Leftovers:
         """Remove half-written files and those that are not `expected`, a mapping of names to sizes.
@@ -167,6 +169,8 @@ class SegmentFolder:
         return Leftovers(temporary, orphans, frozenset(expected.keys() - found), frozenset(misshapen))
 
     def _ours(self) -> Iterator[Path]:
+        if not self.path.is_dir():
+            return iter(())
         return (path for path in self.path.iterdir() if _OURS.fullmatch(path.name))
 
     def _quarantined(self) -> list[Path]:
@@ -178,7 +182,7 @@ class SegmentFolder:
 
     def _count(self) -> None:
         try:
-            self._nbytes = sum(map(_size_of, self._ours())) + sum(self.quarantine_sizes())
+            self._nbytes = sum(_sizes_of(self._ours())) + sum(self.quarantine_sizes())
         except OSError as exc:
             raise refused(self.file(""), exc) from exc
 
@@ -189,6 +193,15 @@ def _size_of(path: Path) -> int:
     if not stat.S_ISDIR(status.st_mode):
         return status.st_size
     return sum(map(_size_of, path.iterdir()))
+
+
+def _sizes_of(paths: Iterable[Path]) -> list[int]:
+    """Of those that are still there: who only looks may see another process remove files meanwhile."""
+    sizes: list[int] = []
+    for path in paths:
+        with suppress(FileNotFoundError):
+            sizes.append(_size_of(path))
+    return sizes
 
 
 def _remove(path: Path) -> None:

@@ -125,6 +125,7 @@ class SegmentInspection:
         return SegmentCheck(segment, None)
 
     def _is_current(self, segment: Segment) -> bool:
+        self._database.wait_for_writers()  # an eviction removes files before it is committed
         now = tree.segment(self._database, segment.id)
         return now is not None and now.file == segment.file
 

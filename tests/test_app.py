@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -15,6 +16,7 @@ import httpx
 import pytest
 
 import app
+from cache_store.database import Database
 from cache_store.folder import DataFolder
 from chat.errors import DownloadFailed
 from ui.options import Options, parse_options
@@ -83,6 +85,7 @@ def test_help_imports_nothing_heavy() -> None:
     )
     assert ended.returncode == 0
     assert ended.stdout.startswith("usage: app.py")
+    assert "app.py store --help" in ended.stdout
     assert ended.stdout.splitlines()[-1] == "[]"
 
 
@@ -128,6 +131,54 @@ def test_a_model_that_cannot_be_fetched_ends_in_one_sentence_and_frees_folder_an
     assert capsys.readouterr().err == "The model did not arrive; nothing was kept; try again.\n"
     assert claimed[0].fileno() == -1
     DataFolder(tmp_path).close()
+
+
+def test_the_store_command_looks_while_keepwarm_runs_and_changes_nothing_then(tmp_path: Path) -> None:
+    with DataFolder(tmp_path) as folder:
+        Database(folder.database).close()
+        looked = keepwarm("store", "size", "--json", "--data-dir", str(tmp_path))
+        refused = keepwarm("store", "prune", "--to", "0", "--json", "--data-dir", str(tmp_path))
+    assert (looked.returncode, looked.stderr) == (0, "")
+    assert json.loads(looked.stdout)["kv_bytes"] == 0
+    assert refused.returncode == 1
+    assert json.loads(refused.stdout)["error"] == refused.stderr.rstrip("\n")
+    assert "Another Keepwarm is using" in refused.stderr
+    assert len(refused.stderr.splitlines()) == 1
+    pruned = keepwarm("store", "prune", "--to", "0", "--data-dir", str(tmp_path))
+    assert (pruned.returncode, pruned.stdout.splitlines()[0]) == (0, "Everything was in order.")
+
+
+@pytest.mark.usefixtures("signals")
+def test_a_wrong_store_command_ends_in_one_sentence_and_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert app.main(["store", "shrink"]) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert told.err.startswith("store takes size, list, verify, prune or sweep")
+    assert len(told.err.splitlines()) == 1
+
+
+@pytest.mark.usefixtures("signals")
+def test_a_store_command_that_was_stopped_is_not_fine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("ui.store_command.look_after", lambda _: signal.raise_signal(signal.SIGINT))
+    assert app.main(["store", "verify", "--data-dir", str(tmp_path)]) == 1
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_the_store_command_starts_neither_page_nor_model(tmp_path: Path) -> None:
+    with DataFolder(tmp_path) as folder:
+        Database(folder.database).close()
+    heavy = ("transformers", "gradio", "huggingface_hub")
+    code = (
+        f"import sys; sys.path.insert(0, {str(APP.parent)!r}); import app\n"
+        f"app.main(['store', 'verify', '--data-dir', {str(tmp_path)!r}])\n"
+        f"print([name for name in {heavy!r} if name in sys.modules])"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert ended.stdout == "0 cache files read, 0 damaged.\n[]\n"
 
 
 @pytest.mark.usefixtures("signals")

@@ -9,25 +9,18 @@ import argparse
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from pathlib import Path
-from typing import NoReturn, get_args
+from typing import get_args
 
-import platformdirs
 import psutil
 
 from chat.settings import DEFAULT_MODEL, Budgets, DeviceName, DtypeName, ModelSettings
 from ui.login import Account
+from ui.option_parser import MAX_DISK, OptionParser, UsageError, add_data_dir, size
 
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
-_SIZE = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,6})?)\s*([kmgt]?)(?:i?b)?", re.IGNORECASE)
-_OF_ARGPARSE = re.compile(r"argument (--[a-z-]+): (.*)", re.DOTALL)
-
-
-class UsageError(Exception):
-    """The command line asks for something that does not exist or contradicts itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,24 +60,11 @@ def parse_options(arguments: Sequence[str] | None = None) -> Options:
     )
 
 
-class _Parser(argparse.ArgumentParser):
-    """argparse without its usage dump: an error is one sentence, raised."""
-
-    def error(self, message: str) -> NoReturn:
-        of_option = _OF_ARGPARSE.fullmatch(message)
-        if of_option:
-            message = f"{of_option[1]} {of_option[2]}"
-        elif message.startswith("unrecognized arguments: "):
-            message = f"There is no option {message.partition(': ')[2]}"
-        message = message.replace("expected one argument", "needs a value")
-        message = re.sub("ignored explicit argument .*", "takes no value", message)
-        raise UsageError(f"{' '.join(message.split())}; see python app.py --help.")
-
-
-def _parser() -> _Parser:
-    parser = _Parser(
+def _parser() -> OptionParser:
+    parser = OptionParser(
         prog="app.py",
         description="Chat with a local model that never reads the same token twice.",
+        epilog="python app.py store --help: looking after the saved caches, without starting the page",
         allow_abbrev=False,
     )
     _add_model_options(parser)
@@ -110,14 +90,7 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_storage_options(parser: argparse.ArgumentParser) -> None:
-    home = str(platformdirs.user_data_path("keepwarm", appauthor=False)).replace("%", "%%")
-    parser.add_argument(
-        "--data-dir",
-        type=_folder,
-        default=home,
-        metavar="FOLDER",
-        help=f"where chats, caches and models are kept; {home} by default",
-    )
+    add_data_dir(parser)
     parser.add_argument(
         "--max-live-memory",
         type=_memory_size,
@@ -128,10 +101,10 @@ def _add_storage_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--max-disk",
-        type=_size,
-        default="20GB",
+        type=size,
+        default=MAX_DISK,
         metavar="SIZE",
-        help="disk space for saved caches; 20GB by default",
+        help=f"disk space for saved caches; {MAX_DISK} by default, 0 saves none",
     )
 
 
@@ -202,26 +175,8 @@ def _model(text: str) -> str:
     )
 
 
-def _folder(text: str) -> Path:
-    if not text:
-        raise argparse.ArgumentTypeError("takes a folder, not an empty name")
-    path = Path(text).expanduser().absolute()
-    if path.exists() and not path.is_dir():
-        raise argparse.ArgumentTypeError(f"takes a folder, and {text!r} is a file")
-    return path
-
-
-def _size(text: str) -> int:
-    """Bytes of `2GB`, `1.5 GiB`, `512m`, `1000`; units are powers of 1,024."""
-    match = _SIZE.fullmatch(text.strip())
-    if match is None:
-        raise argparse.ArgumentTypeError(f"takes a size such as 2GB, 512MB or plain bytes, not {text!r}")
-    power = " kmgt".index(match[2].lower() or " ")
-    return int(Fraction(match[1]) * 1024**power)
-
-
 def _memory_size(text: str) -> int:
-    num_bytes = _size(text)
+    num_bytes = size(text)
     if num_bytes == 0:
         raise argparse.ArgumentTypeError("takes more than nothing, because no chat fits into 0 bytes")
     return num_bytes
