@@ -7,6 +7,7 @@ says what a cache made by this model depends on; a cache with another fingerprin
 
 from __future__ import annotations
 
+import os
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -41,6 +42,9 @@ from chat.model_facts import (
 )
 from chat.settings import DeviceName, DtypeName, ModelSettings
 
+GROUPS_SWITCH = "TRANSFORMERS_SDPA_FORCE_GQA"
+"""The library's variable, which it reads at every pass (5.24)."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedModel:
@@ -68,6 +72,7 @@ def load_model(settings: ModelSettings, models_dir: Path) -> LoadedModel:
     """
     device = choose_device(settings.device)
     dtype = choose_dtype(settings.dtype, device)
+    attend_in_groups(device)
     checkpoint = find_checkpoint(settings, models_dir)
     config = _load_config(checkpoint)
     tokenizer = _load_tokenizer(checkpoint)
@@ -75,6 +80,14 @@ def load_model(settings: ModelSettings, models_dir: Path) -> LoadedModel:
     identity = fetch_weights(checkpoint)
     model = _load_weights(checkpoint, config, device, dtype)
     return describe(checkpoint.name, model, tokenizer, identity)
+
+
+def attend_in_groups(device: torch.device) -> None:
+    """On the CPU, let attention read each shared key and value once, instead of copying the whole cache for
+    every query head that shares it: short reads behind a long history take half the attention time (measured
+    in float32, 18 tokens behind 4,100). On CUDA the library's own choice is right; there a mask rules it out.
+    """
+    os.environ[GROUPS_SWITCH] = "1" if device.type == "cpu" else "0"
 
 
 def describe(

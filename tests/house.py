@@ -109,10 +109,14 @@ class House:
         return self.load() if self.load is not None else self.new_session()
 
     def new_session(self) -> ChatSession:
-        disk = None
-        if self.segments is not None and self.saver is not None:
-            disk = DiskCaches(self.segments, self.saver, self.loaded.fingerprint)
+        disk = None if self.max_disk_bytes is None else self.disk()
         return ChatSession(self.loaded, self.store, self.live, self.settings, disk)
+
+    def disk(self) -> DiskCaches:
+        """What is saved, as this model sees it. Only with `max_disk_bytes`."""
+        assert self.segments is not None
+        assert self.saver is not None
+        return DiskCaches(self.segments, self.saver, self.loaded.fingerprint)
 
     # A person's verbs, waiting for the reply
 

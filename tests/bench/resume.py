@@ -1,13 +1,17 @@
 """What it costs to go on with a 4,096-token chat in a new process, against reading it again.
 
-One process writes the chat and exits. This one loads the model, opens the same folder and sends one short
-message: `resume_s` is from the request to the first token, rows coming from disk. `cold_prefill_s` is the
-library's own prefill of the same ids, and `read_limit_gb_s` a plain read of the same cache files. The files
-are in the operating system's page cache in both cases.
+One process writes the chat and exits. This one loads the model and then, several times, opens a copy of the
+folder and sends one short message: `resume_s` is from the request to the end of a reply of one token, the
+rows coming from disk. `cold_prefill_s` is the library's own prefill of the same ids, in the same run.
+`restore_gb_s` is looking up, reading and checking the rows alone, into a new cache; `read_limit_gb_s` a plain
+read of the same files into new memory, `reread_gb_s` one into memory that is in use already. The files are in
+the operating system's page cache in every case. All are medians.
 """
 
 from __future__ import annotations
 
+import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -16,67 +20,105 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from chat.kv_cache import KVCache
+from chat.model import LoadedModel
 from chat.settings import CacheSettings, SamplingSettings
 from tests.bench.default_model import load_default_model
 from tests.bench.prose import prose
 from tests.bench.turns import fresh_prefill_s
-from tests.house import House
+from tests.house import OWNER, House
 
 NUM_TOKENS = 4096
 NUM_TURNS = 4
+NUM_REPEATS = 7
+NUM_COLD_REPEATS = 3
 DISK = 10**10
 ONE_TOKEN = SamplingSettings(temperature=0, max_new_tokens=1)
 SHORT = SamplingSettings(temperature=0, max_new_tokens=16)
+QUESTION = "And what is the last word?"
 
 
 def run(say: Callable[..., None]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run([sys.executable, "-m", "tests.bench.resume", folder], check=True)
-        return _resume(Path(folder), say)
+        return _measure(Path(folder), say)
 
 
-def _resume(folder: Path, say: Callable[..., None]) -> dict[str, Any]:
+def _measure(folder: Path, say: Callable[..., None]) -> dict[str, Any]:
     loaded = load_default_model()
-    num_bytes, read_s = _plain_read(folder)
-    with House(folder, loaded, settings=CacheSettings(), max_disk_bytes=DISK) as house:
-        chat = house.chats.list("ada")[0].id
-        began = time.perf_counter()
-        view = house.say("And what is the last word?", chat, ONE_TOKEN)
-        request_s = time.perf_counter() - began
-        stats = view.messages[-1].stats
-        ids = house.prompt(view, upto=-1).token_ids
-    cold_s = fresh_prefill_s(loaded, ids)
-    resume_s = float(stats["ttft_s"])  # pyright: ignore[reportArgumentType]
+    resumed = [_resume(folder, loaded) for _ in range(NUM_REPEATS)]
+    stats, ids = resumed[-1][1], resumed[-1][2]
+    restored = [_restore_s(folder, loaded, ids) for _ in range(NUM_REPEATS)]
+    num_bytes, read_s, reread_s = _plain_reads(folder)
+    cold_s = statistics.median(fresh_prefill_s(loaded, ids) for _ in range(NUM_COLD_REPEATS))
+    resume_s, restore_s = statistics.median(each[0] for each in resumed), statistics.median(restored)
     say(f"{len(ids):,} tokens: {resume_s:.3f} s from disk, {cold_s:.2f} s read again")
     return {
         "tokens": len(ids),
         "cold_prefill_s": cold_s,
         "resume_s": resume_s,
-        "request_s": request_s,
+        "all_resume_s": [each[0] for each in resumed],
         "speedup": cold_s / resume_s,
         "resume_prefilled_tokens": stats["num_prefilled_tokens"],
-        "num_disk_tokens": stats["num_disk_tokens"],
+        "resume_disk_tokens": stats["num_disk_tokens"],
+        "new_message_tokens": len(ids) - stats["known"],
         "num_bytes": num_bytes,
+        "restore_gb_s": num_bytes / restore_s / 1e9,
         "read_limit_gb_s": num_bytes / read_s / 1e9,
+        "reread_gb_s": num_bytes / reread_s / 1e9,
     }
 
 
-def _plain_read(folder: Path) -> tuple[int, float]:
-    """Bytes and seconds of reading every cache file once more into one buffer."""
-    files = list((folder / "kv").rglob("*.safetensors"))
+def _resume(folder: Path, loaded: LoadedModel) -> tuple[float, dict[str, Any], tuple[int, ...]]:
+    """Seconds of a request in a copy of the folder, the stats of its turn, and the ids of its prompt."""
+    with tempfile.TemporaryDirectory() as copied:
+        shutil.copytree(folder, copied, dirs_exist_ok=True)
+        with House(Path(copied), loaded, settings=CacheSettings(), max_disk_bytes=DISK) as house:
+            chat = house.chats.list(OWNER)[0].id
+            known = house.chats.view(OWNER, chat).messages[-1].stats["num_cached_tokens"]
+            began = time.perf_counter()
+            view = house.say(QUESTION, chat, ONE_TOKEN)
+            seconds = time.perf_counter() - began
+            stats = {**view.messages[-1].stats, "known": known}
+            return seconds, stats, house.prompt(view, upto=-1).token_ids
+
+
+def _restore_s(folder: Path, loaded: LoadedModel, ids: tuple[int, ...]) -> float:
+    """Seconds from ids to a cache that holds what is saved of them."""
+    with House(folder, loaded, settings=CacheSettings(), max_disk_bytes=DISK) as house:
+        disk = house.disk()
+        chat = house.chats.list(OWNER)[0].id
+        cache = KVCache(loaded.model, CacheSettings())
+        began = time.perf_counter()
+        chain = disk.find(OWNER, chat, ids, wait=False)
+        cache.reserve(chain.num_tokens)
+        disk.load(cache, chain, ids, chat, lambda: KVCache(loaded.model, CacheSettings()))
+        return time.perf_counter() - began
+
+
+def _plain_reads(folder: Path) -> tuple[int, float, float]:
+    """Bytes of all cache files, seconds of reading them into new memory, and into one buffer."""
+    files = list((folder / "kv").glob("*.safetensors"))
     buffer = bytearray(max(file.stat().st_size for file in files))
-    _read_all(files, buffer)  # into the page cache
+    fresh = statistics.median(_fresh_read_s(files) for _ in range(NUM_REPEATS))
+    again = statistics.median(_reread_s(files, buffer) for _ in range(NUM_REPEATS))
+    return sum(file.stat().st_size for file in files), fresh, again
+
+
+def _fresh_read_s(files: list[Path]) -> float:
     began = time.perf_counter()
-    num_bytes = _read_all(files, buffer)
-    return num_bytes, time.perf_counter() - began
+    contents = [file.read_bytes() for file in files]
+    seconds = time.perf_counter() - began
+    assert all(contents)
+    return seconds
 
 
-def _read_all(files: list[Path], buffer: bytearray) -> int:
-    num_bytes = 0
+def _reread_s(files: list[Path], buffer: bytearray) -> float:
+    began = time.perf_counter()
     for file in files:
         with file.open("rb", buffering=0) as stream:
-            num_bytes += stream.readinto(buffer)
-    return num_bytes
+            stream.readinto(buffer)
+    return time.perf_counter() - began
 
 
 def write_chat(folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import re
 from typing import Any
 
@@ -15,8 +16,10 @@ from transformers.cache_utils import (
     DynamicSlidingWindowLayer,
     LinearAttentionCacheLayerMixin,
 )
+from transformers.integrations.sdpa_attention import use_gqa_in_sdpa
 from transformers.utils.chat_template_utils import encode_marked_chat, mark_control_tokens
 
+from chat.model import GROUPS_SWITCH, attend_in_groups
 from tests.chat.passes import llama
 from tests.chat.tokenizers import bos_tokenizer, sentencepiece_tokenizer
 from tests.tiny_models import WINDOW, tiny_model, tiny_tokenizer
@@ -189,3 +192,23 @@ def test_an_unfinished_character_is_decoded_to_a_replacement_at_the_end(tokenize
 def test_the_library_s_helpers_have_the_parameters_that_we_pass() -> None:
     assert list(inspect.signature(mark_control_tokens).parameters) == ["obj", "control_tokens_re"]
     assert list(inspect.signature(encode_marked_chat).parameters) == ["tokenizer", "chat"]
+
+
+# attention on the CPU
+
+
+def test_the_switch_for_grouped_attention_is_read_at_every_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = torch.zeros(1, 1, 4, 8)
+    mask = torch.ones(1, 1, 2, 4, dtype=torch.bool)
+    for value, grouped in (("1", True), ("0", False)):
+        monkeypatch.setenv(GROUPS_SWITCH, value)
+        assert use_gqa_in_sdpa(mask, keys, keys) is grouped
+
+
+def test_loading_for_the_cpu_turns_grouped_attention_on_and_for_others_off(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(GROUPS_SWITCH, "")
+    for name, value in (("cpu", "1"), ("cuda", "0")):
+        attend_in_groups(torch.device(name))
+        assert os.environ[GROUPS_SWITCH] == value
