@@ -16,11 +16,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import (
-    CacheLayerMixin,
-    DummyLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
-    LinearAttentionAndFullAttentionLayer,
     LinearAttentionAndSlidingWindowAttentionLayer,
     LinearAttentionCacheLayerMixin,
     LinearAttentionLayer,
@@ -31,10 +28,9 @@ from cache_store.file_header import TensorInfo
 from cache_store.segment_file import SegmentFile
 from chat.errors import CacheMismatch
 from chat.layer_state import has_state, put_back, state_of
-from chat.layers import GrowingHybridLayer, GrowingLayer, layer_nbytes
+from chat.layers.contract import RowLayer, layer_nbytes
+from chat.layers.factory import layer_for
 from chat.settings import CacheSettings
-
-AnyLayer = CacheLayerMixin | LinearAttentionCacheLayerMixin | DummyLayer
 
 
 class KVCache:
@@ -46,8 +42,8 @@ class KVCache:
         self._token_ids: list[int] = []
         self._idle: frozenset[int] = frozenset()
         self._cache = DynamicCache(config=model.config)
-        self._cache.layers[:] = [_growing(layer, settings.growth_step) for layer in self._cache.layers]
-        self._growing = [layer for layer in self._cache.layers if isinstance(layer, GrowingLayer)]
+        self._cache.layers[:] = [layer_for(layer, settings) for layer in self._cache.layers]
+        self._rows = [layer for layer in self._cache.layers if isinstance(layer, RowLayer)]
 
     def __len__(self) -> int:
         return len(self._token_ids)
@@ -65,13 +61,13 @@ class KVCache:
     @property
     def capacity(self) -> int:
         """Tokens that fit before a layer allocates again; what is held, where no layer grows in steps."""
-        return min((layer.capacity for layer in self._growing), default=len(self))
+        return min((layer.capacity for layer in self._rows), default=len(self))
 
     def nbytes_for(self, num_tokens: int, bytes_per_token: int) -> int:
         """Bytes allocated once `num_tokens` are held; `bytes_per_token` is over all layers."""
-        if not self._growing:
+        if not self._rows:
             return max(self.nbytes, num_tokens * bytes_per_token)
-        layer = self._growing[0]
+        layer = self._rows[0]
         capacity = layer.capacity_for(num_tokens)
         # While one buffer grows its old copy still stands: half of one layer, never more at once.
         moving = layer.nbytes // 2 if capacity > layer.capacity else 0
@@ -79,7 +75,7 @@ class KVCache:
 
     def reserve(self, num_tokens: int) -> None:
         """Allocate once for `num_tokens` in all, instead of step by step while they are fed."""
-        for layer in self._growing:
+        for layer in self._rows:
             layer.reserve(num_tokens)
 
     def num_common(self, token_ids: Sequence[int]) -> int:
@@ -156,18 +152,19 @@ class KVCache:
 
     def can_be_saved(self) -> bool:
         """Whether `rows_out` tells everything: a kind of layer that we do not know is never half saved."""
-        return all(type(layer) in _KNOWN_LAYERS for layer in self._cache.layers)
+        return all(
+            isinstance(layer, RowLayer) or type(layer) in _STATE_LAYERS for layer in self._cache.layers
+        )
 
     @torch.inference_mode()
     def rows_out(self, start: int) -> dict[str, Tensor]:
-        """Copies, in the computer's memory, of what the tokens `[start, len)` added: `layers.{i}.keys` and
-        `.values` `[kv_heads, n, head_dim]`, and as `state.{i}.…` the present state of layers without rows."""
+        """Copies, in the computer's memory, of what the tokens `[start, len)` added: `layers.{i}.…` for each
+        part of the rows, `[kv_heads, n, width]`, and as `state.{i}.…` the present state of layers without."""
         tensors: dict[str, Tensor] = {}
         for index, layer in enumerate(self._cache.layers):
-            if isinstance(layer, GrowingLayer) and layer.is_initialized:
-                keys, values = layer.rows(start, len(self))
-                tensors[f"layers.{index}.keys"] = keys.to("cpu", copy=True).contiguous()
-                tensors[f"layers.{index}.values"] = values.to("cpu", copy=True).contiguous()
+            if isinstance(layer, RowLayer):
+                for name, rows in layer.rows_out(start).items():
+                    tensors[f"layers.{index}.{name}"] = rows.to("cpu", copy=True).contiguous()
             for name, tensor in state_of(layer).items():
                 tensors[f"state.{index}.{name}"] = tensor.cpu()
         return tensors
@@ -194,7 +191,7 @@ class KVCache:
         for index, layer in enumerate(self._cache.layers):
             if has_state(layer) and with_state:
                 put_back(layer, states.get(index, {}), num_tokens)
-        for layer in self._growing:
+        for layer in self._rows:
             if layer.is_initialized:
                 layer.adopt(num_tokens)
         self._token_ids.extend(token_ids)
@@ -203,24 +200,23 @@ class KVCache:
             self.check()
 
     def _prepare(self, infos: Sequence[TensorInfo], num_tokens: int) -> None:
-        like = {
-            info.name: torch.empty(
-                1, info.shape[0], 0, info.shape[2], dtype=info.dtype, device=self._model.device
-            )
-            for info in infos
-            if not info.is_state
-        }
+        like: dict[int, dict[str, Tensor]] = {}
+        for info in infos:
+            family, number, name = info.name.split(".", 2)
+            if family == "layers":
+                empty = torch.empty(info.with_rows(0).shape, dtype=info.dtype, device=self._model.device)
+                like.setdefault(int(number), {})[name] = empty
         for index, layer in enumerate(self._cache.layers):
-            keys, values = like.get(f"layers.{index}.keys"), like.get(f"layers.{index}.values")
-            if isinstance(layer, GrowingLayer) and keys is not None and values is not None:
-                layer.prepare(keys, values, num_tokens)
+            if isinstance(layer, RowLayer) and index in like:
+                layer.prepare(like[index], num_tokens)
 
     def _read_rows(self, file: SegmentFile, info: TensorInfo, index: int, name: str, num_tokens: int) -> None:
         layer = self._cache.layers[index] if index < len(self._cache.layers) else None
-        if not isinstance(layer, GrowingLayer) or not layer.is_initialized:
+        if not isinstance(layer, RowLayer):
             raise SegmentDamaged(f"{info.name} has no layer to go to")
-        keys, values = layer.rows(len(self), num_tokens)
-        place = keys if name == "keys" else values
+        place = layer.room(len(self), num_tokens).get(name)
+        if place is None:
+            raise SegmentDamaged(f"{info.name} is no part of the rows of its layer")
         if place.device.type == "cpu":
             file.read_into(info, place)
         else:
@@ -237,7 +233,7 @@ class KVCache:
 
         Returns False when that is not exact for this model; the cache must then be thrown away.
         """
-        for layer in self._growing:
+        for layer in self._rows:
             if layer.num_tokens > len(self):
                 layer.crop_to(len(self))
         try:
@@ -261,22 +257,12 @@ class KVCache:
         )
 
 
-_KNOWN_LAYERS = (
-    GrowingLayer,
-    GrowingHybridLayer,
+_STATE_LAYERS = (
     DynamicSlidingWindowLayer,
     LinearAttentionLayer,
     LinearAttentionAndSlidingWindowAttentionLayer,
 )
-
-
-def _growing(layer: AnyLayer, growth_step: int) -> AnyLayer:
-    """The layer of ours that stands for a stock layer with one row per token; others stay as they are."""
-    if type(layer) is DynamicLayer:
-        return GrowingLayer(growth_step)
-    if type(layer) is LinearAttentionAndFullAttentionLayer:
-        return GrowingHybridLayer(growth_step, layer.number_of_states)
-    return layer
+"""Stock layers whose state `layer_state` knows whole."""
 
 
 def _layer_length(layer: object) -> int | None:
@@ -295,17 +281,13 @@ def _layer_can_crop(layer: object) -> bool:
 
 
 def _crop_layer(layer: object, num_tokens: int) -> None:
-    if isinstance(layer, GrowingLayer):
-        if layer.is_initialized:
-            layer.crop_to(num_tokens)
+    if isinstance(layer, RowLayer):
+        layer.crop_to(min(num_tokens, layer.num_tokens))
     elif isinstance(layer, DynamicLayer) and layer.is_initialized:
         layer.crop(num_tokens - layer.get_seq_length())
 
 
 def _copy_rows(source: object, target: object, num_tokens: int) -> None:
-    if not isinstance(source, GrowingLayer) or not isinstance(target, GrowingLayer):
+    if not isinstance(source, RowLayer) or not isinstance(target, RowLayer):
         raise CacheMismatch(f"a {type(source).__name__} does not hold one row per token")
-    if source.is_initialized and num_tokens:
-        assert source.keys is not None
-        assert source.values is not None
-        target.update(source.keys[:, :, :num_tokens], source.values[:, :, :num_tokens])
+    target.copy_from(source, min(num_tokens, source.num_tokens))

@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-import chat.layers
+import chat.layers.growing
 import chat.session
 from cache_store.errors import DiskRefused
 from chat.reply_text import ReplyText
@@ -122,7 +122,7 @@ def test_out_of_memory_says_what_helps_and_other_errors_say_what_happened(
 def test_no_memory_for_a_larger_cache_fails_one_reply_only(house: House, failing_call: int) -> None:
     """C31: the keys of a layer may have grown when its values were refused."""
     view = house.say("Hi")
-    with out_of_memory_in(chat.layers, "_grown", failing_call):
+    with out_of_memory_in(chat.layers.growing, "grown", failing_call):
         assert end_view(house.start(LONG, view.conversation.id)).state == "failed"
     house.check_invariant(view.conversation.id)
     house.say("And?", view.conversation.id)

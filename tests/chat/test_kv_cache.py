@@ -11,10 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import chat.layers
+import chat.layers.growing
 from chat.errors import CacheMismatch
 from chat.kv_cache import KVCache
-from chat.layers import GrowingLayer
+from chat.layers.growing import GrowingLayer
 from chat.model import LoadedModel
 from chat.settings import CacheSettings
 from tests.chat.passes import Passes, llama, out_of_memory_in
@@ -289,7 +289,7 @@ def test_a_layer_that_had_no_memory_to_grow_can_be_taken_back(failing_call: int)
     """C31: the next, shorter message must work on what was kept."""
     cache = holding(STEP)
     with (
-        out_of_memory_in(chat.layers, "_grown", failing_call),
+        out_of_memory_in(chat.layers.growing, "grown", failing_call),
         pytest.raises(torch.OutOfMemoryError),
     ):
         cache.feed(IDS[STEP : STEP + 8])

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
-import chat.layers
-from chat.layers import GrowingLayer, layer_nbytes
+import chat.layers.growing
+from chat.layers.contract import layer_nbytes
+from chat.layers.growing import GrowingLayer
 from tests.chat.passes import out_of_memory_in
 
 HEADS, HEAD_DIM, STEP = 2, 4, 16
@@ -186,7 +187,7 @@ def test_the_library_sees_a_croppable_layer_without_a_maximum() -> None:
 def test_running_out_of_memory_while_growing_leaves_a_layer_that_can_still_be_used(failing_call: int) -> None:
     """C31: keys and values grow one after the other; the second may be refused when the first was not."""
     layer = grown(STEP)
-    with out_of_memory_in(chat.layers, "_grown", failing_call), pytest.raises(torch.OutOfMemoryError):
+    with out_of_memory_in(chat.layers.growing, "grown", failing_call), pytest.raises(torch.OutOfMemoryError):
         layer.update(*states(1))
     assert torch.equal(keys_of(layer), states(STEP)[0])
     layer.update(*states(3, 500))
