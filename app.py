@@ -156,7 +156,7 @@ def build_chats(options: Options, folder: DataFolder, opened: ExitStack) -> Chat
     store = Conversations(database)
     store.recover()
     live = LiveCaches(options.budgets.max_live_bytes)
-    segments, saver = open_saved_caches(options, folder, database)
+    segments, saver, why_not_saved = open_saved_caches(options, folder, database)
 
     def load() -> ChatSession:
         loaded = load_model(options.model, folder.models)
@@ -171,6 +171,7 @@ def build_chats(options: Options, folder: DataFolder, opened: ExitStack) -> Chat
         model_name=options.model.name,
         default_system_prompt=options.system_prompt,
         saver=saver,
+        why_not_saved=why_not_saved,
     )
     opened.callback(chats.close)
     worker.start()
@@ -181,21 +182,22 @@ def build_chats(options: Options, folder: DataFolder, opened: ExitStack) -> Chat
 
 def open_saved_caches(
     options: Options, folder: DataFolder, database: Database
-) -> tuple[Segments, Saver] | tuple[None, None]:
+) -> tuple[Segments, Saver, str] | tuple[None, None, str]:
     """The caches on disk, in order, and what writes them; none with `--max-disk 0`. Caches are disposable:
-    a folder that cannot be used is told in one sentence and the app runs without."""
+    where the folder cannot be used, the app runs without, and the sentence says why."""
     from cache_store.segments import Segments
     from chat.saver import Saver
 
     if not options.budgets.max_disk_bytes:
-        return None, None
+        return None, None, ""
     try:
         segments = Segments(database, folder.kv, options.budgets.max_disk_bytes)
         segments.sweep()
     except StoreError as error:
-        print(f"Caches are not saved this time: {error}", file=sys.stderr)
-        return None, None
-    return segments, Saver(segments)
+        why_not = f"Caches are not saved this time: {error}"
+        print(why_not, file=sys.stderr)
+        return None, None, why_not
+    return segments, Saver(segments), ""
 
 
 def _interrupt(number: int, frame: FrameType | None) -> NoReturn:

@@ -80,13 +80,17 @@ class Chats:
         model_name: str,
         default_system_prompt: str = "",
         saver: Saver | None = None,
+        why_not_saved: str = "",
     ) -> None:
+        """Without a `saver` no cache is saved; `why_not_saved` is the sentence for it, empty when that is
+        as somebody wished."""
         self._store = store
         self._worker = worker
         self._live = live
         self._model_name = model_name
         self._default_system_prompt = default_system_prompt
         self._saver = saver
+        self._why_not_saved = why_not_saved
         self._verb = threading.Lock()
 
     def model_status(self) -> ModelStatus:
@@ -241,7 +245,11 @@ class Chats:
 
     def saving_notice(self) -> str:
         """Why caches are not being saved right now, as a sentence; empty while all is well."""
-        return (self._saver.notice or "") if self._saver is not None else ""
+        return self._why_not_saved if self._saver is None else self._saver.notice or ""
+
+    def is_saving(self) -> bool:
+        """Whether rows are on their way to the disk, so that `saving_notice` may change by itself."""
+        return self._saver is not None and not self._saver.is_idle
 
     def close(self) -> None:
         """Stop what is being written, save what is not on disk yet, and end both threads; texts are stored

@@ -57,6 +57,12 @@ class Saver:
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._work, name="saver", daemon=True)
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing waits and nothing is being written: `notice` is about the newest rows then."""
+        with self._changed:
+            return not self._waiting and self._writing is None
+
     def start(self) -> None:
         """Start the writing thread."""
         self._thread.start()

@@ -309,6 +309,21 @@ def test_a_page_for_the_network_prints_a_password_and_sigterm_ends_it_cleanly(tm
         assert running.end(signal.SIGTERM) == (0, "closed\n", "")
 
 
+@pytest.mark.parametrize(("max_disk", "noticed"), [("1GB", True), ("0", False)])
+def test_a_cache_folder_that_cannot_be_used_is_told_on_the_terminal_and_on_the_page(
+    max_disk: str, noticed: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "kv").write_text("mine")
+    words = ["--data-dir", str(tmp_path / "data"), "--model", str(tmp_path), "--max-disk", max_disk]
+    with DataFolder(tmp_path / "data") as folder, ExitStack() as opened:
+        chats = app.build_chats(parse_options(words), folder, opened)
+        notice = chats.saving_notice()
+    assert notice.startswith("Caches are not saved this time: ") == noticed
+    assert notice == capsys.readouterr().err.rstrip("\n")
+    assert (tmp_path / "data" / "kv").read_text() == "mine"
+
+
 def test_chats_are_built_before_the_page_and_closed_after_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

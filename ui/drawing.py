@@ -57,12 +57,13 @@ class Drawing:
     def signs(self, owner: str) -> Picture:
         """The status, and a pulse for as long as it is going to change."""
         status = self.status(owner)
-        going_on = bool(status["writing"]) or status["model"]["state"] == "loading"
-        return {self._parts.status: status, self._parts.pulse: gr.Timer(active=going_on)}
+        going_on = status["writing"] or self._chats.is_saving() or status["model"]["state"] == "loading"
+        return {self._parts.status: status, self._parts.pulse: gr.Timer(active=bool(going_on))}
 
     def status(self, owner: str) -> Status:
-        """The model, and who is still writing."""
-        return status_value(self._chats.model_status(), sorted(self._chats.writing(owner)))
+        """The model, who is still writing, and what keeps caches from being saved."""
+        writing = sorted(self._chats.writing(owner))
+        return status_value(self._chats.model_status(), writing, self._chats.saving_notice())
 
     def listing(self, owner: str, search: str) -> object:
         """The conversations that match what is typed in the search box."""

@@ -56,13 +56,14 @@ class Parts:
 
 
 class Status(TypedDict):
-    """The model, and the conversations with a reply on its way."""
+    """The model, the conversations with a reply on its way, and why caches are not saved (else empty)."""
 
     model: dict[str, object]
     writing: list[str]
+    saving: str
 
 
-def status_value(model: ModelStatus, writing: list[str]) -> Status:
+def status_value(model: ModelStatus, writing: list[str], saving: str) -> Status:
     """What the bar on top, the notice and the drawer show."""
     facts: dict[str, object] = {
         "state": model.state,
@@ -73,7 +74,7 @@ def status_value(model: ModelStatus, writing: list[str]) -> Status:
         "num_context_tokens": model.num_context_tokens,
         "kv_bytes_per_token": model.kv_bytes_per_token,
     }
-    return {"model": facts, "writing": writing}
+    return {"model": facts, "writing": writing, "saving": saving}
 
 
 def chat_picture(parts: Parts, view: ChatView, limit: int) -> Picture:

@@ -11,8 +11,23 @@ function facts(model) {
   return rows.filter(([, value]) => value);
 }
 
+function modelNotice(model) {
+  if (model.state === "ready") return "";
+  return model.detail || (model.state === "loading" ? "The model is loading…" : "The model could not be loaded.");
+}
+
+// The model first; what did not change is left alone, so that a screen reader says each sentence once.
+function paintNotices(model, saving) {
+  const notice = document.querySelector("#notice .html-container > div > div");
+  if (!notice) return;
+  const wanted = [[modelNotice(model), model.state === "failed" ? "alert" : "status"], [saving, "status"]].filter(([text]) => text);
+  const same = ([text, role], index) => notice.children[index]?.textContent === text && notice.children[index].getAttribute("role") === role;
+  if (notice.children.length === wanted.length && wanted.every(same)) return;
+  notice.replaceChildren(...wanted.map(([text, role]) => kw.el("p", { role }, text)));
+}
+
 function paint() {
-  const { model, writing } = props.value || {};
+  const { model, writing, saving } = props.value || {};
   if (!model) return;
   document.documentElement.dataset.model = model.state;
   const chip = byId("model-chip");
@@ -20,14 +35,7 @@ function paint() {
   if (chip) chip.title = [model.name, model.device, model.dtype].filter(Boolean).join(" · ");
   const list = byId("model-facts");
   if (list) list.replaceChildren(...facts(model).flatMap(([label, value]) => [kw.el("dt", {}, label), kw.el("dd", {}, value)]));
-  const notice = document.querySelector("#notice .html-container > div > div");
-  if (notice) {
-    const text = model.state === "ready" ? "" : model.detail || (model.state === "loading" ? "The model is loading…" : "The model could not be loaded.");
-    if (notice.dataset.text !== text) {
-      notice.dataset.text = text;
-      notice.replaceChildren(...(text ? [kw.el("p", { role: model.state === "failed" ? "alert" : "status" }, text)] : []));
-    }
-  }
+  paintNotices(model, saving || "");
   kw.writing = writing || [];
   document.documentElement.classList.toggle("kw-writing", kw.writing.includes(kw.shown.conversation));
   document.dispatchEvent(new CustomEvent("keepwarm:writing"));
