@@ -37,8 +37,9 @@ class Message:
     """One node of the tree.
 
     `token_ids` are the exact ids that were sampled, end-of-turn included; they are empty for user
-    messages, whose ids are whatever the template makes of the text. `sampling`, `seed` and `stats` are
-    set for replies only; the store keeps them as JSON and does not look inside.
+    messages, whose ids are whatever the template makes of the text. A running reply holds what it begins
+    with. `finish_reason` is `EDITED` for a reply that a person wrote. `sampling`, `seed` and `stats` are
+    set for replies only; the store keeps them as JSON and does not look inside, but for `DIVERGENCE`.
     """
 
     id: str
@@ -54,6 +55,25 @@ class Message:
     sampling: Mapping[str, Json] = field(default_factory=dict[str, Json])
     seed: int | None = None
     stats: Mapping[str, Json] = field(default_factory=dict[str, Json])
+
+
+EDITED = "edited"
+"""The `finish_reason` of a reply whose text is a person's."""
+
+DIVERGENCE = "divergence"
+"""The key of `Message.stats` under which short texts of other messages may stand."""
+
+
+@dataclass(frozen=True, slots=True)
+class Beginning:
+    """What a reply begins with before anything is sampled. The ids may be empty when they are not known yet;
+    else they say exactly the text."""
+
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+
+
+NOTHING_YET = Beginning()
 
 
 @dataclass(frozen=True, slots=True)

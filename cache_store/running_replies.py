@@ -1,11 +1,13 @@
 """A reply that is being written: what the inference thread may do with the store.
 
-A running reply is a row of status `running` plus pieces that are only ever added, so that saving progress
-costs bytes in proportion to what is new. `finish_reply` puts the whole reply into the row and removes the
-pieces, in one transaction. After a crash the row is still `running`; `recover` ends it with what its
-pieces hold. Pieces carry text besides ids, so that recovery needs no tokenizer.
+A running reply is a row of status `running`, which holds what the reply begins with (often nothing), plus
+pieces that are only ever added, so that saving progress costs bytes in proportion to what is new.
+`finish_reply` puts the whole reply into the row and removes the pieces, in one transaction. After a crash the
+row is still `running`; `recover` ends it with what it and its pieces hold. Pieces carry text besides ids, so
+that recovery needs no tokenizer.
 
-Invariant: the pieces of a reply are contiguous from token 0, and only a running reply has any.
+Invariant: the pieces of a reply are contiguous from the end of what its row holds, and only a running reply
+has any.
 """
 
 from __future__ import annotations
@@ -100,16 +102,19 @@ class RunningReplies:
             raise NotFound(NOT_FOUND)
 
     def _num_saved(self, reply_id: str) -> int:
-        """How many ids of the reply its pieces hold; looks at the last one only."""
-        last = self._database.row(
-            "SELECT start + length(token_ids) / 4 AS num_saved FROM reply_pieces "
-            "WHERE message_id = ? ORDER BY number DESC LIMIT 1",
-            [reply_id],
+        """How many ids of the reply are stored; looks at the last piece only."""
+        (row,) = self._database.rows(
+            "SELECT coalesce("
+            "(SELECT start + length(token_ids) / 4 FROM reply_pieces WHERE message_id = :id "
+            "ORDER BY number DESC LIMIT 1), "
+            "(SELECT length(token_ids) / 4 FROM messages WHERE id = :id)) AS num_saved",
+            {"id": reply_id},
         )
-        return 0 if last is None else int(last["num_saved"])
+        return int(row["num_saved"])
 
     def _finish_interrupted(self, reply_id: str) -> None:
-        pieces = self._database.rows(
+        begun = self._database.rows("SELECT token_ids, text FROM messages WHERE id = ?", [reply_id])
+        pieces = begun + self._database.rows(
             "SELECT token_ids, text FROM reply_pieces WHERE message_id = ? ORDER BY number", [reply_id]
         )
         self.finish_reply(

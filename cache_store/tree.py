@@ -1,8 +1,9 @@
 """The shape of a chat: who is below whom, and which child is shown.
 
 `selections` names the shown child of a parent; the parent of a first message is its conversation. The
-selected path follows them from the conversation down; where none is named, the path ends. Every walk is
-one recursive query, so a path of thousands of messages costs one round trip and no recursion here.
+selected path follows them from the conversation down; where none is named, or the one that is named was
+undone, the path ends. Every walk is one recursive query, so a path of thousands of messages costs one round
+trip and no recursion here.
 
 Nothing in this module checks owners or opens transactions: `Conversations` does both.
 """
@@ -15,14 +16,15 @@ from itertools import groupby
 
 from cache_store.database import Database
 from cache_store.errors import NotFound
-from cache_store.records import Json, Message, Siblings
+from cache_store.records import NOTHING_YET, Beginning, Json, Message, Siblings
 from cache_store.rows import message_from_row, row_from_message, storable
 
 _SHOWN = """
     WITH RECURSIVE shown (id, depth) AS (
-        SELECT child_id, 0 FROM selections WHERE parent_id = ?
+        SELECT child_id, 0 FROM selections WHERE parent_id = ? AND NOT undone
         UNION ALL
-        SELECT s.child_id, shown.depth + 1 FROM shown JOIN selections AS s ON s.parent_id = shown.id
+        SELECT s.child_id, shown.depth + 1
+        FROM shown JOIN selections AS s ON s.parent_id = shown.id AND NOT s.undone
     )
 """
 
@@ -51,9 +53,15 @@ _SELECT = f"""
     INSERT INTO selections (parent_id, child_id)
     {_ABOVE}
     SELECT coalesce(parent_id, conversation_id), id FROM above
-    WHERE NOT EXISTS (SELECT 1 FROM selections WHERE child_id = above.id)
-    ON CONFLICT (parent_id) DO UPDATE SET child_id = excluded.child_id
+    WHERE NOT EXISTS (SELECT 1 FROM selections WHERE child_id = above.id AND NOT undone)
+    ON CONFLICT (parent_id) DO UPDATE SET child_id = excluded.child_id, undone = 0
 """  # noqa: S608
+_ALL = "SELECT * FROM messages WHERE conversation_id = ? ORDER BY number"
+_CHILDREN = "SELECT * FROM messages WHERE conversation_id = ? AND parent_id IS ? ORDER BY number"
+_UNDONE = """
+    SELECT m.* FROM selections AS s JOIN messages AS m ON m.id = s.child_id
+    WHERE s.parent_id = ? AND s.undone
+"""
 
 NOT_FOUND = "There is no such chat or message here any more; nothing was changed; reload the page."
 """The one sentence of NotFound: the same for a missing row and for somebody else's."""
@@ -85,6 +93,32 @@ def siblings(database: Database, conversation_id: str) -> dict[str, Siblings]:
     return standing
 
 
+def path_below(database: Database, message_id: str) -> list[Message]:
+    """What is shown below a message when it is shown itself, without it."""
+    return selected_path(database, message_id)
+
+
+def all_paths(database: Database, conversation_id: str) -> list[list[Message]]:
+    """Every path from a first message down to one that has nothing below it."""
+    rows = database.rows(_ALL, [conversation_id])
+    messages = {message.id: message for message in map(message_from_row, rows)}
+    parents = {message.parent_id for message in messages.values()}
+    paths: list[list[Message]] = []
+    for leaf in messages.values():
+        if leaf.id in parents:
+            continue
+        path = [leaf]
+        while (parent_id := path[-1].parent_id) is not None:
+            path.append(messages[parent_id])
+        paths.append(path[::-1])
+    return paths
+
+
+def children(database: Database, conversation_id: str, parent_id: str | None) -> list[Message]:
+    """Everything that hangs below a message (None: the first messages), in the order of creation."""
+    return [message_from_row(row) for row in database.rows(_CHILDREN, [conversation_id, parent_id])]
+
+
 def add_question(
     database: Database, conversation_id: str, parent_id: str | None, text: str, now: float
 ) -> Message:
@@ -108,7 +142,12 @@ def add_question(
 
 
 def add_reply(
-    database: Database, question: Message, sampling: Mapping[str, Json], seed: int | None, now: float
+    database: Database,
+    question: Message,
+    sampling: Mapping[str, Json],
+    seed: int | None,
+    now: float,
+    beginning: Beginning = NOTHING_YET,
 ) -> Message:
     """Hang a running reply below a user message. Raises ValueError when `question` is a reply itself."""
     if question.role != "user":
@@ -118,9 +157,10 @@ def add_reply(
         conversation_id=question.conversation_id,
         parent_id=question.id,
         role="assistant",
-        text="",
+        text=storable(beginning.text),
         status="running",
         created_at=now,
+        token_ids=beginning.token_ids,
         sampling=dict(sampling),
         seed=seed,
     )
@@ -131,6 +171,25 @@ def add_reply(
 def select(database: Database, message_id: str) -> None:
     """Show this message and everything above it; what was shown below it stays. Writes only changes."""
     database.execute(_SELECT, [message_id])
+
+
+def show(database: Database, message: Message) -> None:
+    """Show this message among its siblings, which none of them is yet; what is shown above stays."""
+    database.execute(
+        "INSERT INTO selections (parent_id, child_id) VALUES (?, ?)",
+        [message.parent_id or message.conversation_id, message.id],
+    )
+
+
+def undo(database: Database, message_id: str) -> None:
+    """End the path above this message, which is shown; as nothing else changes, `select` brings all back."""
+    database.execute("UPDATE selections SET undone = 1 WHERE child_id = ?", [message_id])
+
+
+def undone(database: Database, conversation_id: str) -> Message | None:
+    """The message that was undone at the end of what is shown."""
+    row = database.row(_UNDONE, [leaf_id(database, conversation_id) or conversation_id])
+    return None if row is None else message_from_row(row)
 
 
 def _require_reply(database: Database, conversation_id: str, message_id: str) -> None:

@@ -552,7 +552,8 @@ def grow(database: Database, leaf: Message, num_messages: int) -> Message:
         """,  # noqa: S608
         parameters,
     )
-    database.execute(f"INSERT INTO selections {chain} SELECT parent, child FROM chain", parameters)  # noqa: S608
+    shown = f"INSERT INTO selections (parent_id, child_id) {chain} SELECT parent, child FROM chain"  # noqa: S608
+    database.execute(shown, parameters)
     return replace(leaf, id=f"{leaf.conversation_id}{num_messages}")
 
 

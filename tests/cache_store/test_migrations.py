@@ -17,7 +17,11 @@ from cache_store.errors import DatabaseDamaged, StoreError
 from cache_store.rows import row_from_message
 from tests.cache_store.talk import begin
 
-RELEASED = {"m001_transcripts": "b2ed815b7b1b4e01", "m002_segments": "59864124ecbbbb34"}
+RELEASED = {
+    "m001_transcripts": "b2ed815b7b1b4e01",
+    "m002_segments": "59864124ecbbbb34",
+    "m003_undone": "f05fd6131e833b5c",
+}
 
 
 def schema(path: Path) -> str:

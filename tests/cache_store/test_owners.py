@@ -35,6 +35,16 @@ CALLS: dict[str, Call] = {
     "add_reply": lambda store, owner, _c, question, _r: store.add_reply(
         owner, question, sampling={}, seed=None
     ),
+    "add_edited_reply": lambda store, owner, _c, _q, reply: store.add_edited_reply(
+        owner, reply, text="x", token_ids=(), keep_rest=True
+    ),
+    "answers": lambda store, owner, _c, question, _r: store.answers(owner, question),
+    "leaves": lambda store, owner, chat, _q, _r: store.leaves(owner, chat),
+    "undo": lambda store, owner, chat, _q, _r: store.undo(owner, chat),
+    "redo": lambda store, owner, chat, _q, _r: store.redo(owner, chat),
+    "undone": lambda store, owner, chat, _q, _r: store.undone(owner, chat),
+    "delete_branch": lambda store, owner, _c, question, _r: store.delete_branch(owner, question),
+    "fork": lambda store, owner, _c, _q, reply: store.fork(owner, reply, title="mine now"),
 }
 """Every method that takes an id from a page, called as (store, owner, chat, question, reply)."""
 
