@@ -8,7 +8,7 @@ import json
 
 from tests.bench.machine import describe_machine
 
-NAMES = ("turns", "resume")
+NAMES = ("turns", "resume", "save")
 
 
 def main() -> None:
