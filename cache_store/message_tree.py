@@ -92,11 +92,12 @@ class MessageTree(RunningReplies):
             question = self.message(owner, question_id)
             return tree.children(self._database, question.conversation_id, question.id)
 
-    def leaves(self, owner: str, conversation_id: str) -> list[MessageList]:
-        """Every path from a first message to one without anything below it. Raises NotFound."""
+    def leaves(self, owner: str, conversation_id: str, without: str | None = None) -> list[MessageList]:
+        """Every path from a first message to one that has nothing below it; `without` this message and all
+        below it, if given. Raises NotFound."""
         with self._database.transaction():
             self.get(owner, conversation_id)
-            return tree.all_paths(self._database, conversation_id)
+            return tree.all_paths(self._database, conversation_id, without)
 
     def undone(self, owner: str, conversation_id: str) -> Message | None:
         """The question that `redo` would bring back; None when there is none. Raises NotFound."""

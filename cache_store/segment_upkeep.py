@@ -8,14 +8,16 @@ is an orphan.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 from cache_store import segment_tree as tree
 from cache_store.errors import DiskRefused, NoRoom, SegmentDamaged, SegmentGone
 from cache_store.eviction import evict
 from cache_store.file_header import FileFacts
 from cache_store.files import first_rows
+from cache_store.path_uses import keep_paths
 from cache_store.records import Segment, SweepReport
+from cache_store.rows import pack_ids
 from cache_store.segment_inspection import SegmentInspection
 from cache_store.segment_needs import superfluous
 
@@ -68,6 +70,17 @@ class SegmentUpkeep(SegmentInspection):
             except DiskRefused as exc:
                 raise DiskRefused(_TRACES) from exc
             return len(found)
+
+    def keep_paths(
+        self, conversation_id: str, fingerprint_id: int | None, paths: Iterable[Sequence[int]]
+    ) -> int:
+        """This chat needs no rows but those of beginnings of these paths any more, whose token ids rows of
+        this fingerprint belong to (None: it needs none at all); then as `forget_unused`."""
+        packed = [pack_ids(path) for path in paths]
+        with self._writing:
+            with self._database.transaction():
+                keep_paths(self._database, conversation_id, fingerprint_id, packed)
+            return self.forget_unused()
 
     def sweep(self) -> SweepReport:
         """Bring tree and folder into agreement after whatever happened. Call it once at the start.

@@ -98,10 +98,14 @@ def path_below(database: Database, message_id: str) -> list[Message]:
     return selected_path(database, message_id)
 
 
-def all_paths(database: Database, conversation_id: str) -> list[list[Message]]:
-    """Every path from a first message down to one that has nothing below it."""
-    rows = database.rows(_ALL, [conversation_id])
-    messages = {message.id: message for message in map(message_from_row, rows)}
+def all_paths(database: Database, conversation_id: str, without: str | None = None) -> list[list[Message]]:
+    """Every path from a first message down to one that has nothing below it, in a tree without the message
+    `without` and what is below it."""
+    messages: dict[str, Message] = {}
+    for row in database.rows(_ALL, [conversation_id]):  # parents come first
+        message = message_from_row(row)
+        if message.id != without and (message.parent_id is None or message.parent_id in messages):
+            messages[message.id] = message
     parents = {message.parent_id for message in messages.values()}
     paths: list[list[Message]] = []
     for leaf in messages.values():

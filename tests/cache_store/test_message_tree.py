@@ -270,4 +270,7 @@ def test_leaves_are_all_paths_whatever_is_shown(store: Conversations) -> None:
         [message.id for message in path],
         [other.question.id, other.reply.id],
     ]
+    rest = store.leaves("ann", path[0].conversation_id, without=path[2].id)
+    assert [len(each) for each in rest] == [2, 2]
+    assert rest[1] == path[:2] or rest[0] == path[:2]
     assert [answer.id for answer in store.answers("ann", path[2].id)] == [path[3].id]
