@@ -18,7 +18,7 @@ from ui.drawing import Drawing, tab_of
 from ui.following import pictures
 from ui.login import owner_of
 from ui.sampling_form import InvalidSampling, form_values, kept_values, plain_values, sampling_from
-from ui.screen import Parts, Picture, chat_picture, composer
+from ui.screen import Parts, Picture, chat_picture
 from ui.shown import ROWS_AT_FIRST, Shown
 from ui.spoken_errors import say, spoken, spoken_stream, unchanged
 
@@ -62,7 +62,7 @@ class Handlers:
             say(exc)
             return {**self._draw.again(request, shown), **self._draw.around(owner, search)}
         picture = self._draw.view(request, self._chats.view(owner, job.conversation_id), shown.limit)
-        return {**picture, self._parts.box: composer(busy=True, text=""), **self._draw.around(owner, search)}
+        return {**picture, self._parts.box: "", **self._draw.around(owner, search)}
 
     @spoken
     def example(
@@ -96,7 +96,7 @@ class Handlers:
             self._chats.edit(owner, message_id, text, sampling_from(sampling))
         except EDIT_REFUSED as exc:
             say(exc)
-            kept = {} if visible(draft) else {self._parts.box: gr.Textbox(value=text)}
+            kept = {} if visible(draft) else {self._parts.box: text}
             return {**self._draw.again(request, shown), **kept}
         return {**self._draw.again(request, shown), **self._draw.signs(owner)}
 
@@ -139,7 +139,7 @@ class Handlers:
     @spoken
     def find(self, request: gr.Request, search: str) -> object:
         """The list for what is typed in the search box."""
-        return self._draw.listing(owner_of(request), search)
+        return {self._parts.listing: self._draw.listing(owner_of(request), search)}
 
     @spoken
     def rename(self, request: gr.Request, data: gr.EventData, address: object, search: str) -> object:

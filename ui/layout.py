@@ -5,6 +5,7 @@ from __future__ import annotations
 import gradio as gr
 from gradio.components import Component
 
+from ui.painted import painted
 from ui.sampling_form import STORAGE_KEY, STORAGE_SECRET, sampling_fields
 from ui.screen import Parts
 from ui.theme import asset
@@ -31,7 +32,7 @@ def lay_out(default_system_prompt: str) -> Parts:
     """Make every part, within the `gr.Blocks` that is being built."""
     kept_sampling = gr.BrowserState({}, storage_key=STORAGE_KEY, secret=STORAGE_SECRET)
     pulse = gr.Timer(PULSE_EVERY_S, active=False)
-    status = _painted("status", asset("topbar.html"), asset("status.js"))
+    status = painted("status", asset("topbar.html"), asset("status.js"))
     with gr.Column(elem_id="sidebar"):
         new_chat, search, listing = _sidebar()
     with gr.Column(elem_id="main"):
@@ -67,15 +68,15 @@ def _sidebar() -> tuple[gr.Button, gr.Textbox, gr.HTML]:
         container=False,
         elem_id="search",
     )
-    listing = _painted("conversations", "<nav aria-label='Chats'></nav>", asset("conversations.js"))
+    listing = painted("conversations", "<nav aria-label='Chats'></nav>", asset("conversations.js"))
     return new_chat, search, listing
 
 
 def _main() -> tuple[gr.Chatbot, gr.HTML, gr.HTML, gr.HTML, gr.Textbox]:
     chat = _chatbot()
-    marks = _painted("marks", "<span hidden></span>", asset("marks.js"))
-    live = _painted("live", "<span hidden></span>", asset("live.js"))
-    shown = _painted("shown", "<span hidden></span>", asset("shown.js"))
+    marks = painted("marks", "<span hidden></span>", asset("marks.js"))
+    live = painted("live", "<span hidden></span>", asset("live.js"))
+    shown = painted("shown", "<span hidden></span>", asset("shown.js"))
     _fixed("<div></div>", "notice")
     with gr.Column(elem_id="composer"):
         box = gr.Textbox(
@@ -88,7 +89,7 @@ def _main() -> tuple[gr.Chatbot, gr.HTML, gr.HTML, gr.HTML, gr.Textbox]:
             max_lines=8,
             max_length=LONGEST_MESSAGE,
             submit_btn=True,
-            stop_btn=False,
+            stop_btn=True,  # the style shows one of the two
             autofocus=True,
             elem_id="message",
         )
@@ -114,11 +115,6 @@ def _drawer(default_system_prompt: str) -> tuple[gr.Textbox, gr.Button, tuple[Co
         sampling = sampling_fields()
     reset_sampling = gr.Button("Reset to defaults", elem_id="reset-sampling", size="sm")
     return system_prompt, save_prompt, sampling, reset_sampling
-
-
-def _painted(elem_id: str, template: str, script: str) -> gr.HTML:
-    """A part whose value is data and whose looks are made by our script, with text nodes only."""
-    return gr.HTML({}, html_template=template, js_on_load=script, elem_id=elem_id, apply_default_css=False)
 
 
 def _fixed(markup: str, elem_id: str | None = None) -> gr.HTML:

@@ -52,7 +52,7 @@ class Parts:
     @property
     def followed(self) -> list[Component]:
         """What a follower may change."""
-        return [self.box, self.chat, self.marks, self.live, self.shown, self.status]
+        return [self.chat, self.marks, self.live, self.shown, self.status]
 
 
 class Status(TypedDict):
@@ -78,7 +78,7 @@ def status_value(model: ModelStatus, writing: list[str], saving: str) -> Status:
 
 
 def chat_picture(parts: Parts, view: ChatView, limit: int) -> Picture:
-    """The conversation as it stands, and the composer to match."""
+    """The conversation as it stands."""
     messages = window(view.messages, limit)
     job = view.job.view if view.job else None
     busy = job is not None and not job.ended
@@ -88,7 +88,6 @@ def chat_picture(parts: Parts, view: ChatView, limit: int) -> Picture:
         parts.marks: {"rows": row_marks(view, messages), "num_earlier": len(view.messages) - len(messages)},
         parts.live: live(job) if job and here else IDLE,
         parts.shown: _shown_value(view, messages, limit, writing=busy),
-        parts.box: composer(busy=busy),
     }
 
 
@@ -105,16 +104,8 @@ def empty_picture(parts: Parts, system_prompt: str) -> Picture:
             "limit": Shown().limit,
             "writing": False,
         },
-        parts.box: composer(busy=False),
         parts.system_prompt: system_prompt,
     }
-
-
-def composer(*, busy: bool, text: str | None = None) -> gr.Textbox:
-    """Send or Stop, never both; the text is left alone unless one is given."""
-    if text is None:
-        return gr.Textbox(submit_btn=not busy, stop_btn=busy)
-    return gr.Textbox(value=text, submit_btn=not busy, stop_btn=busy)
 
 
 def _rows(messages: tuple[Message, ...], job: JobView | None) -> list[ChatRow]:

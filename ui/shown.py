@@ -6,6 +6,7 @@ only and is never trusted: the store checks the owner of each id, and `Chats.sen
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import cast
@@ -39,10 +40,8 @@ class Shown:
 
     @classmethod
     def from_browser(cls, value: object) -> Shown:
-        """Read what a browser sent; whatever is missing or of the wrong type counts as not shown."""
-        if not isinstance(value, Mapping):
-            return cls()
-        data = cast("Mapping[str, object]", value)
+        """Read the JSON text that a browser sent; what is missing or of a wrong type counts as not shown."""
+        data = _mapping(value)
         conversation_id, row_ids, limit = data.get("conversation"), data.get("rows"), data.get("limit")
         return cls(
             conversation_id=conversation_id if isinstance(conversation_id, str) and conversation_id else None,
@@ -50,6 +49,14 @@ class Shown:
             limit=min(max(limit, 1), MOST_ROWS) if isinstance(limit, int) else ROWS_AT_FIRST,
             writing=data.get("writing") is True,
         )
+
+
+def _mapping(text: object) -> Mapping[str, object]:
+    try:
+        value = json.loads(text) if isinstance(text, str) else None
+    except ValueError:
+        return {}
+    return cast("Mapping[str, object]", value) if isinstance(value, dict) else {}
 
 
 def _strings(value: object) -> tuple[str, ...]:

@@ -1,4 +1,5 @@
-"""One boundary between handlers and the page: every error becomes a sentence that a person sees.
+"""One boundary between handlers and the page: every error becomes a sentence that a person sees, and
+every picture is sealed (see `ui.painted`).
 
 Handlers raise nothing to Gradio. What `chat` and `cache_store` raise on purpose is shown as it reads;
 anything else is logged with its trace and shown as one plain sentence. Outputs are left as they are,
@@ -19,6 +20,7 @@ import gradio as gr
 from cache_store.errors import StoreError
 from chat.errors import ChatError
 from ui.login import NotSignedIn
+from ui.painted import sealed
 from ui.sampling_form import InvalidSampling
 
 log = logging.getLogger(__name__)
@@ -36,7 +38,7 @@ def spoken(handler: Callable[P, object]) -> Callable[P, object]:
     @functools.wraps(handler)
     def guarded(*args: P.args, **kwargs: P.kwargs) -> object:
         try:
-            return handler(*args, **kwargs)
+            return sealed(handler(*args, **kwargs))
         except Exception as exc:
             say(exc)
             return unchanged()
@@ -53,7 +55,7 @@ def spoken_stream(handler: Callable[P, AsyncGenerator[object, None]]) -> Callabl
         try:
             async with aclosing(handler(*args, **kwargs)) as pictures:  # ends with us, not some time later
                 async for picture in pictures:
-                    yield picture
+                    yield sealed(picture)
         except Exception as exc:
             say(exc)
         yield unchanged()

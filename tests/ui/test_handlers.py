@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Generator
 from pathlib import Path
 from typing import Any, cast
@@ -30,12 +31,12 @@ class Tab:
     def follow(self, job: Job, *, writing: bool) -> AsyncIterator[Any]:
         """`writing`: whether the tab shows a reply on its way."""
         address = {"conversation": job.conversation_id, "rows": [], "limit": 40, "writing": writing}
-        return cast("AsyncIterator[Any]", self.handlers.follow(self.request, address))
+        return cast("AsyncIterator[Any]", self.handlers.follow(self.request, json.dumps(address)))
 
     def is_writing(self, picture: dict[Any, Any]) -> bool | None:
         """Whether the tab shows a reply on its way from this picture on; None when it does not say."""
         shown = picture.get(self.parts.shown)
-        return None if shown is None else shown["writing"]
+        return None if shown is None else json.loads(shown)["writing"]
 
     async def rest_of(self, follower: AsyncIterator[Any]) -> list[dict[Any, Any]]:
         """The pictures up to the follower's end; the last word of each is "nothing new"."""
@@ -75,7 +76,7 @@ def test_a_follower_draws_a_reply_and_its_end(house: House, tab: Tab) -> None:
         first, *_, last = run(follow(job))
     assert tab.is_writing(first) is None
     assert tab.is_writing(last) is False
-    assert last[tab.parts.marks]["rows"][-1]["note"] == "Stopped at the limit of new tokens"
+    assert json.loads(last[tab.parts.marks])["rows"][-1]["note"] == "Stopped at the limit of new tokens"
 
 
 def test_a_follower_that_comes_after_the_end_draws_it(house: House, tab: Tab) -> None:
@@ -121,7 +122,7 @@ def test_only_this_owners_running_replies_have_a_dot(house: House, tab: Tab) -> 
 
     def dots() -> list[str]:
         picture = cast("dict[Any, Any]", tab.handlers.pulse(tab.request))
-        return picture[tab.parts.status]["writing"]
+        return json.loads(picture[tab.parts.status])["writing"]
 
     with Passes(house.loaded.model) as passes:
         hold = passes.hold(2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any, cast
@@ -30,7 +31,7 @@ class Page:
         """The notice about saving, and whether the page asks again by itself."""
         request = gr.Request(username=OWNER, session_hash="tab")
         picture = cast("dict[Any, Any]", self.handlers.pulse(request))
-        return picture[self.parts.status]["saving"], picture[self.parts.pulse].active
+        return json.loads(picture[self.parts.status])["saving"], picture[self.parts.pulse].active
 
 
 async def _parts() -> Parts:

@@ -62,7 +62,7 @@ function mark() {
 function paint(focusId) {
   const nav = element.querySelector("nav");
   if (!nav || busy) return;
-  const { groups = [], note = null } = props.value || {};
+  const { groups = [], note = null } = told();
   const place = nav.scrollTop;
   nav.replaceChildren(...groups.map((group) => el("section", {}, el("h2", {}, group.label), el("ul", {}, ...group.items.map(row)))),
     ...(note ? [el("p", { class: "kw-empty" }, note)] : []));

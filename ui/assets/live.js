@@ -22,4 +22,4 @@ setInterval(() => {
 }, CHECK_MS);
 
 document.addEventListener("keepwarm:shown", hear);
-watch("value", () => { hear(); kw.live = props.value || {}; kw.repaint(); });
+watch("value", () => { hear(); kw.live = told(); kw.repaint(); });

@@ -120,5 +120,5 @@ function boot() {
   repaint();
 }
 
-watch("value", () => { kw.marks = props.value || {}; repaint(); });
+watch("value", () => { kw.marks = told(); repaint(); });
 boot();

@@ -30,11 +30,12 @@
   };
 
   // The conversation of a tab lives in its address, so a reload or a restart of the app keeps it.
-  kw.fromAddress = () => ({ conversation: new URLSearchParams(location.search).get("chat") });
+  kw.fromAddress = () => JSON.stringify({ conversation: new URLSearchParams(location.search).get("chat") });
 
   kw.show = (shown) => {
     const before = kw.shown.conversation;
-    kw.shown = shown || {};
+    kw.shown = shown;
+    document.documentElement.classList.toggle("kw-writing", Boolean(shown.writing));
     const address = new URL(location.href);
     if (kw.shown.conversation) address.searchParams.set("chat", kw.shown.conversation);
     else address.searchParams.delete("chat");
@@ -95,7 +96,7 @@
       if (editing) cancelEdit(editing);
       else if (isOpen("drawer")) kw.toggle("drawer", false);
       else if (narrow.matches && isOpen("sidebar")) kw.toggle("sidebar", false);
-      else document.querySelector("#message [data-testid=stop-button]")?.click();
+      else if (kw.shown.writing) document.querySelector("#message [data-testid=stop-button]")?.click();
     }
     if (event.key === "Enter" && (event.ctrlKey || event.metaKey) && editing && event.target === editing) {
       document.querySelector("#chat button[aria-label=Submit]")?.click();

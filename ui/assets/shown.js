@@ -62,5 +62,5 @@ document.addEventListener("click", (event) => {
   if (event.target.closest?.("#message .submit-button, #chat button[aria-label=Retry], #chat button[aria-label='Scroll down']")) goToEnd();
 }, true);
 
-watch("value", () => kw.show(props.value));
+watch("value", () => kw.show(told()));
 attach();

@@ -27,7 +27,7 @@ function paintNotices(model, saving) {
 }
 
 function paint() {
-  const { model, writing, saving } = props.value || {};
+  const { model, writing, saving } = told();
   if (!model) return;
   document.documentElement.dataset.model = model.state;
   const chip = byId("model-chip");
@@ -37,7 +37,6 @@ function paint() {
   if (list) list.replaceChildren(...facts(model).flatMap(([label, value]) => [kw.el("dt", {}, label), kw.el("dd", {}, value)]));
   paintNotices(model, saving || "");
   kw.writing = writing || [];
-  document.documentElement.classList.toggle("kw-writing", kw.writing.includes(kw.shown.conversation));
   document.dispatchEvent(new CustomEvent("keepwarm:writing"));
 }
 
