@@ -23,7 +23,9 @@ from chat.stats import Reason
 class LiveCache:
     """A cache and what it was read for. `system_prompt`, `reply_id` (the last reply it holds) and that
     reply's `question_id` tell an edited beginning and another branch from a template that renders the same
-    past differently. `num_saved`: how many of its tokens are on disk or on their way there."""
+    past differently. `num_saved`: how many of its tokens are on disk or on their way there. `is_warmed`: it
+    came from disk when the chat was opened (see `chat.warming`) and no turn has used it yet; so many files
+    were found damaged on the way."""
 
     owner: str
     cache: KVCache
@@ -31,10 +33,20 @@ class LiveCache:
     reply_id: str = ""
     question_id: str = ""
     num_saved: int = 0
+    is_warmed: bool = False
+    num_damaged_files: int = 0
 
     def was_read_for(self, path: Sequence[Message]) -> bool:
         """Whether its last turn was on this path: answered on it, or another answer to its last question."""
         return path[-1].id == self.question_id or any(message.id == self.reply_id for message in path)
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """What a kept cache holds: its tokens, and the bytes allocated for them, spare room included."""
+
+    token_ids: tuple[int, ...]
+    nbytes: int
 
 
 class LiveCaches:
@@ -61,6 +73,11 @@ class LiveCaches:
         with self._lock:
             return self._kept.pop(conversation_id, None)
 
+    def holds(self, conversation_id: str) -> bool:
+        """Whether the conversation's cache is kept here right now."""
+        with self._lock:
+            return conversation_id in self._kept
+
     def keep(self, conversation_id: str, live: LiveCache) -> None:
         """Keep a cache as the most recently used one, evicting others where the budget asks for it."""
         with self._lock:
@@ -85,6 +102,12 @@ class LiveCaches:
         """Why a conversation has no cache although it had one in this process; None when it had none."""
         with self._lock:
             return self._forgotten.get(conversation_id)
+
+    def held_by(self, owner: str) -> dict[str, Holding]:
+        """What is kept of this owner's conversations, by their ids; a lent cache is not kept."""
+        with self._lock:
+            mine = {name: live.cache for name, live in self._kept.items() if live.owner == owner}
+            return {name: Holding(cache.token_ids, cache.nbytes) for name, cache in mine.items()}
 
     def longest_prefix(self, owner: str, token_ids: Sequence[int]) -> tuple[KVCache | None, int]:
         """The kept cache of this owner that shares the longest beginning with `token_ids`, and its length.

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
-from cache_store.records import Chain, Conversation, Message
+from cache_store.records import EDITED, Chain, Conversation, Message
 from chat.disk import NOTHING, DiskCaches, states_at_ends
 from chat.divergence import Decode, divergence_of
 from chat.errors import MemoryLimit
@@ -25,12 +26,12 @@ ONLY_NEW: frozenset[Reason] = frozenset({"new", "boundary"})
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """How a reply came to be due: `question_edited` when the last message replaced another one;
-    `regenerated` when the reply is not the first to its question, of whose prompt earlier ones had read
-    `num_read_before` tokens."""
+    """How a reply came to be due: `regenerated` when it is not the first to its question; `replaced` is the
+    path down to the question that the last message is an edited version of. `num_read_before`: how many
+    tokens of the same prompt, or of the replaced one, earlier turns had read."""
 
-    question_edited: bool = False
     regenerated: bool = False
+    replaced: tuple[Message, ...] = ()
     num_read_before: int = 0
 
 
@@ -66,6 +67,31 @@ class Places:
     decode: Decode
 
 
+@dataclass(frozen=True, slots=True)
+class _Past:
+    """What the conversation had computed when the turn began, asked before its cache is cut. `own`: the
+    prompt's beginning that its live cache holds and can be cut to. `extends`: that cache was a plain
+    beginning of the prompt, so it held all that was ever computed of it. `again`: why anything else that
+    was computed once is read again, when neither damage nor eviction on disk explains it."""
+
+    own: int
+    extends: bool
+    again: Reason
+    token_ids: tuple[int, ...]
+    changed_setting: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Beginning:
+    """The cache a turn goes on with, and where its rows came from."""
+
+    cache: KVCache
+    num_live: int
+    num_saved: int
+    num_damaged_files: int
+    is_evicted: bool
+
+
 def start_turn(
     places: Places,
     conversation: Conversation,
@@ -81,56 +107,81 @@ def start_turn(
     `num_old`: how many prompt tokens an earlier turn on this path computed. Raises MemoryLimit when the
     prompt's cache would exceed the budget alone; the conversation then keeps the cache it had.
     """
-    live = places.live
+    lent = places.live.take(conversation.id)
     limit = len(prompt) - 1
-    usable_ids = prompt.token_ids[:limit]
-    lent = live.take(conversation.id)
-    common = lent.cache.num_common(usable_ids) if lent else 0
-    own = common if lent and lent.cache.can_crop_to(common) else 0
-    extends = lent is not None and common == len(lent.cache) and lent.was_read_for(path)
-    old_ids = lent.cache.token_ids if lent else _saved_past(places, conversation)
-    changed_setting = _changed_setting(places, conversation) if lent is None else ""
-    again = _why_again(places, lent, common, conversation, path, changed_setting)
-    num_saved = min(lent.num_saved, own) if lent else 0
+    past = _past(places, lent, conversation, path, prompt)
     try:
-        chain = _saved_beginning(places, conversation, usable_ids, own, wait=own < min(num_old, limit))
-        other, shared = _longer_beginning(places, conversation, prompt, max(own, chain.num_tokens))
-        if other is not None:
-            lent = None  # given up before its successor is allocated
-            cache = other.copy_prefix(shared, len(prompt))
-            num_saved = 0
-        else:
-            cache = lent.cache if lent is not None and own else places.new_cache()
-            live.make_room(cache.nbytes_for(len(prompt), places.bytes_per_token))
-            cache.crop_to(own)
-            cache.reserve(len(prompt))
-        num_live, num_damaged, num_files = len(cache), 0, 0
-        if places.disk is not None and chain.num_tokens > num_live:
-            loaded = places.disk.load(cache, chain, usable_ids, conversation.id, places.new_cache)
-            num_live = 0 if loaded.cache is not cache else min(num_live, loaded.num_kept)
-            cache, num_damaged, num_files = loaded.cache, loaded.num_damaged, loaded.num_damaged_files
+        found = _beginning(places, lent, past.own, conversation, prompt, min(num_old, limit))
     except BaseException:
         if lent is not None:
-            live.keep(conversation.id, lent)
+            places.live.keep(conversation.id, lent)
         raise
-    num_saved = max(num_saved, min(chain.num_tokens, len(cache)))
-    # A cache that was a plain beginning of the prompt held all that was ever computed of it.
-    num_again = 0 if extends else max(0, min(num_old, limit) - len(cache))
-    num_fresh = len(prompt) - len(cache) - num_again
-    reasons: dict[Reason, int] = {_why_fresh(origin, len(cache) == limit): num_fresh}
+    num_cached = len(found.cache)
+    num_again = 0 if past.extends else max(0, min(num_old, limit) - num_cached)
+    reasons = _why_fresh(origin, path, prompt, num_cached, num_cached + num_again)
     if num_again:
-        why = "damaged" if num_damaged else "evicted" if chain.evicted else again
+        why = "damaged" if found.num_damaged_files else "evicted" if found.is_evicted else past.again
         reasons[why] = reasons.get(why, 0) + num_again
     return Start(
-        cache,
-        num_live,
-        len(cache) - num_live,
-        num_saved,
+        found.cache,
+        found.num_live,
+        num_cached - found.num_live,
+        found.num_saved,
         reasons,
-        divergence_of(old_ids, prompt.token_ids, places.decode) if reasons.keys() - ONLY_NEW else None,
-        changed_setting if reasons.get("fingerprint") else "",
-        num_files,
+        divergence_of(past.token_ids, prompt.token_ids, places.decode) if reasons.keys() - ONLY_NEW else None,
+        past.changed_setting if reasons.get("fingerprint") else "",
+        found.num_damaged_files,
     )
+
+
+def _past(
+    places: Places,
+    lent: LiveCache | None,
+    conversation: Conversation,
+    path: Sequence[Message],
+    prompt: Prompt,
+) -> _Past:
+    if lent is None:
+        setting = places.disk.changed_field(conversation.id) if places.disk is not None else ""
+        saved = places.disk.last_path(conversation.id) if places.disk is not None else ()
+        return _Past(0, False, _why_gone(places, conversation, setting), saved, setting)
+    common = lent.cache.num_common(prompt.token_ids[:-1])
+    own = common if lent.cache.can_crop_to(common) else 0
+    if lent.is_warmed and common == len(lent.cache):  # what warming did not bring back was lost before it
+        return _Past(own, False, _why_gone(places, conversation, ""), lent.cache.token_ids, "")
+    extends = common == len(lent.cache) and lent.was_read_for(path)
+    return _Past(own, extends, _why_left(lent, common, conversation, path), lent.cache.token_ids, "")
+
+
+def _beginning(
+    places: Places,
+    lent: LiveCache | None,
+    own: int,
+    conversation: Conversation,
+    prompt: Prompt,
+    num_old: int,
+) -> _Beginning:
+    """The longest beginning of the prompt, one token short of it, that need not be read."""
+    usable_ids = prompt.token_ids[:-1]
+    chain = _saved_beginning(places, conversation, usable_ids, own, wait=own < num_old)
+    num_files = lent.num_damaged_files if lent else 0
+    other, shared = _longer_beginning(places, conversation, prompt, max(own, chain.num_tokens))
+    if other is not None:
+        lent = None  # given up before its successor is allocated
+        cache = other.copy_prefix(shared, len(prompt))
+    else:
+        cache = lent.cache if lent is not None and own else places.new_cache()
+        places.live.make_room(cache.nbytes_for(len(prompt), places.bytes_per_token))
+        cache.crop_to(own)
+        cache.reserve(len(prompt))
+    num_saved = min(lent.num_saved, own) if lent else 0
+    num_live = len(cache) - (own if lent is not None and lent.is_warmed else 0)
+    if places.disk is not None and chain.num_tokens > len(cache):
+        loaded = places.disk.load(cache, chain, usable_ids, conversation.id, places.new_cache)
+        num_live = 0 if loaded.cache is not cache else min(num_live, loaded.num_kept)
+        cache, num_files = loaded.cache, num_files + loaded.num_damaged_files
+    num_saved = max(num_saved, min(chain.num_tokens, len(cache)))
+    return _Beginning(cache, num_live, num_saved, num_files, chain.evicted)
 
 
 def _saved_beginning(
@@ -159,45 +210,44 @@ def _longer_beginning(
     return other, shared
 
 
-def num_computed_before(path: Sequence[Message], origin: Origin) -> int:
+def num_computed_before(path: Sequence[Message]) -> int:
     """Prompt tokens that earlier turns on this path computed and kept, as their stored stats say."""
-    if origin.regenerated:
-        return origin.num_read_before
     for message in reversed(path):
         if message.role == "assistant" and message.stats:
             return TurnStats.from_json(message.stats).num_cached_tokens
     return 0
 
 
-def _why_fresh(origin: Origin, only_the_last: bool) -> Reason:
-    if origin.regenerated and only_the_last:
-        return "boundary"
-    return "edited" if origin.question_edited else "new"
+def _why_fresh(
+    origin: Origin, path: Sequence[Message], prompt: Prompt, num_cached: int, start: int
+) -> dict[Reason, int]:
+    """Why the tokens from `start` on are read, which no earlier turn had read."""
+    if origin.regenerated and num_cached == len(prompt) - 1:
+        return {"boundary": 1}
+    end = len(prompt) if origin.replaced else _num_edited(path, prompt)
+    num_edited = max(0, end - start)
+    reasons: dict[Reason, int] = {"edited": num_edited, "new": len(prompt) - start - num_edited}
+    return {reason: count for reason, count in reasons.items() if count}
 
 
-def _saved_past(places: Places, conversation: Conversation) -> tuple[int, ...]:
-    """The ids that the conversation's last saved turn had read; empty when none is known."""
-    return places.disk.last_path(conversation.id) if places.disk is not None else ()
+def _num_edited(path: Sequence[Message], prompt: Prompt) -> int:
+    """How far the prompt reaches that a person changed by editing a reply, as long as no turn has read it
+    since: up to the end of the last reply, what is behind is new."""
+    unread = takewhile(lambda message: not message.stats, reversed(path))
+    was_edited = any(message.finish_reason == EDITED for message in unread)
+    return prompt.reply_spans[-1][1] if was_edited and prompt.reply_spans else 0
 
 
-def _changed_setting(places: Places, conversation: Conversation) -> str:
-    return places.disk.changed_field(conversation.id) if places.disk is not None else ""
+def _why_gone(places: Places, conversation: Conversation, changed_setting: str) -> Reason:
+    """Why a conversation has no cache in memory."""
+    if changed_setting:
+        return "fingerprint"
+    return places.live.why_missing(conversation.id) or ("off" if places.disk is None else "restart")
 
 
-def _why_again(
-    places: Places,
-    lent: LiveCache | None,
-    common: int,
-    conversation: Conversation,
-    path: Sequence[Message],
-    changed_setting: str,
-) -> Reason:
-    """A cache whose last reply is on the path was read for this very past: then only the template can have
-    rendered it differently. Otherwise it belongs to another branch."""
-    if lent is None:
-        if changed_setting:
-            return "fingerprint"
-        return places.live.why_missing(conversation.id) or ("off" if places.disk is None else "restart")
+def _why_left(lent: LiveCache, common: int, conversation: Conversation, path: Sequence[Message]) -> Reason:
+    """Why a conversation's cache has to be left. One whose last reply is on the path was read for this very
+    past: then only the template can have rendered it differently. Otherwise it belongs to another branch."""
     if lent.system_prompt != conversation.system_prompt:
         return "edited"
     if not lent.cache.can_crop_to(common):
