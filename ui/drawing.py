@@ -24,11 +24,13 @@ class Drawing:
         self.tabs = Tabs()
 
     def arrive(self, request: gr.Request, conversation_id: str | None, limit: int) -> Picture:
-        """Another conversation, or an empty page for None, with its system prompt in the drawer."""
+        """Another conversation, or an empty page for None, with its system prompt in the drawer. Whoever opens
+        a chat is likely to write in it: its cache is brought back meanwhile."""
         if conversation_id is None:
             self.tabs.draw(tab_of(request), None)
             return empty_picture(self._parts, self._default_prompt)
         view = self._chats.view(owner_of(request), conversation_id)
+        self._chats.warm(owner_of(request), conversation_id)
         prompt: Picture = {self._parts.system_prompt: view.conversation.system_prompt}
         return {**self.view(request, view, limit), **prompt}
 
