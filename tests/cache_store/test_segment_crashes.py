@@ -24,6 +24,7 @@ import pytest
 from cache_store.conversations import Conversations
 from cache_store.errors import DiskRefused
 from cache_store.records import Conversation
+from tests.cache_store.killer import Killer
 from tests.cache_store.kv_rows import PLENTY, Shelf
 from tests.cache_store.talk import dump
 
@@ -145,40 +146,6 @@ SCENARIOS = {
 # Killing
 
 
-class Killer:
-    """Ends this process, as `kill -9` does, right before its n-th step."""
-
-    def __init__(self, kill_at: int) -> None:
-        self.kill_at = kill_at
-        self.num_steps = 0
-
-    def step(self, *_: object) -> None:
-        self.num_steps += 1
-        if self.num_steps == self.kill_at:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    def watch(self, shelf: Shelf) -> None:
-        """Only ever called in a process that ends soon: nothing is put back."""
-        killer = self
-
-        class File(io.FileIO):
-            def write(self, data: memoryview, /) -> int:  # type: ignore[override]
-                killer.step()
-                return super().write(memoryview(data)[:200])
-
-        def watched(real: Callable[..., object]) -> Callable[..., object]:
-            def call(*args: object, **options: object) -> object:
-                self.step()
-                return real(*args, **options)
-
-            return call
-
-        io.FileIO = File  # type: ignore[misc]
-        for name in ("open", "fsync", "replace", "unlink", "mkdir"):
-            setattr(os, name, watched(getattr(os, name)))
-        shelf.database._db.conn.set_trace_callback(self.step)
-
-
 def run_and_kill(folder: Path, scenario: Scenario, kill_at: int) -> bool:
     """Run the scenario in a process of its own; was it killed?"""
     with warnings.catch_warnings():
@@ -187,7 +154,7 @@ def run_and_kill(folder: Path, scenario: Scenario, kill_at: int) -> bool:
     if not child:
         try:
             shelf = Shelf(folder, scenario.max_bytes, quick=True)
-            Killer(kill_at).watch(shelf)
+            Killer(kill_at).watch(shelf.database)
             scenario.act(shelf)
             os._exit(0)
         except BaseException:
