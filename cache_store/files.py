@@ -23,6 +23,7 @@ import xxhash
 
 from cache_store.errors import DiskRefused
 from cache_store.file_header import FileFacts, TensorInfo, in_file_order, info_of, render_header
+from cache_store.folder import flush_folder
 from cache_store.segment_file import CHUNK_BYTES, SegmentFile, byte_blocks
 
 TEMPORARY_SUFFIX = ".part"
@@ -74,7 +75,7 @@ def write_segment_file(path: Path, content: FileContent) -> FileFacts:
         try:
             facts = _write(temporary, content)
             os.replace(temporary, path)  # noqa: PTH105 - next to the other calls that a crash may separate
-            _flush_folder(path.parent)
+            flush_folder(path.parent)
         except BaseException:
             with suppress(OSError):  # what cannot be removed now is removed at the next start
                 temporary.unlink(missing_ok=True)
@@ -122,14 +123,3 @@ def _write(path: Path, content: FileContent) -> FileFacts:
         nbytes = file.tell()
     assert nbytes == content.nbytes
     return FileFacts(nbytes, checksum.hexdigest())
-
-
-def _flush_folder(folder: Path) -> None:
-    """Without this a rename may be lost in a power cut. Windows has no such call and needs none."""
-    if os.name == "nt":
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

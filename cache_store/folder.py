@@ -8,6 +8,7 @@ takes a `FolderView` instead and has to reckon with somebody else who writes.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from types import TracebackType
 
@@ -119,3 +120,14 @@ class FolderView:
     def kv(self) -> Path:
         """Cache files; the folder need not exist."""
         return self.path / _KV
+
+
+def flush_folder(folder: Path) -> None:
+    """Make renames within a folder last through a power cut. Windows has no such call and needs none."""
+    if os.name == "nt":
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

