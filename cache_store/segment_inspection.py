@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 from cache_store import segment_tree as tree
@@ -12,6 +13,7 @@ from cache_store.database import Database
 from cache_store.errors import SegmentDamaged, SegmentGone
 from cache_store.file_header import FileFacts
 from cache_store.records import Segment, SegmentCheck, SegmentNode, StoreSize
+from cache_store.rows import unpack_ids
 from cache_store.segment_file import SegmentFile, open_segment_file
 from cache_store.segment_folder import RESERVE_BYTES, SegmentFolder, free_bytes
 
@@ -28,6 +30,11 @@ _NODES = f"""
     FROM segments WHERE :owner IS NULL OR owner = :owner
     ORDER BY owner, fingerprint_id, start, number
 """  # noqa: S608
+
+
+_IDS = (
+    "SELECT id, token_ids FROM segments WHERE owner = :owner AND id IN (SELECT value FROM json_each(:wanted))"
+)
 
 
 class SegmentInspection:
@@ -88,6 +95,16 @@ class SegmentInspection:
             SegmentNode(tree.segment_from_row(row), tuple(sorted(filter(None, row["chats"].split(",")))))
             for row in rows
         ]
+
+    def token_ids(self, owner: str, segment_ids: Collection[str]) -> dict[str, tuple[int, ...]]:
+        """The tokens of these segments, by id; without those that are gone or not this owner's."""
+        rows = self._database.rows(_IDS, {"owner": owner, "wanted": json.dumps(list(segment_ids))})
+        return {row["id"]: unpack_ids(row["token_ids"]) for row in rows}
+
+    @property
+    def max_bytes(self) -> int:
+        """What the cache files may take."""
+        return self._max_bytes
 
     def size(self) -> StoreSize:
         """How much lies on the disk. Raises DiskRefused."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
+import time
 import unicodedata
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ from typing import Literal
 from cache_store.conversations import ConversationList, Conversations
 from cache_store.errors import StoreError
 from cache_store.records import Conversation, Message, Siblings
+from chat.cache_tree import CacheTree, read_cache_tree
 from chat.errors import EmptyMessage, NothingToDo
 from chat.job import Job
 from chat.live_caches import LiveCaches
@@ -32,6 +34,9 @@ _BUSY = "A reply is still being written in this chat; your text is kept, stop th
 _TITLE_LENGTH = 60
 _INVISIBLE = frozenset({"Cc", "Cf", "Zs", "Zl", "Zp"})
 """Unicode categories without ink: controls, formats (zero-width ones), spaces and separators."""
+
+SAVING_PATIENCE_S = 1.0
+"""How long a look at the caches waits for rows that are on their way to the disk."""
 
 ConversationPath = list[Message]  # inside the class, `list` is the method
 
@@ -250,6 +255,16 @@ class Chats:
     def is_saving(self) -> bool:
         """Whether rows are on their way to the disk, so that `saving_notice` may change by itself."""
         return self._saver is not None and not self._saver.is_idle
+
+    def cache_tree(self, owner: str) -> CacheTree:
+        """What is kept of this owner's chats in memory and on disk. Rows of a reply that has just ended are
+        waited for, for at most `SAVING_PATIENCE_S`."""
+        segments = None
+        if self._saver is not None:
+            segments, until = self._saver.segments, time.monotonic() + SAVING_PATIENCE_S
+            for conversation_id in self._live.held_by(owner):
+                self._saver.wait_for(conversation_id, max(0.0, until - time.monotonic()))
+        return read_cache_tree(owner, self._store, self._live, segments, self._worker.session)
 
     def close(self) -> None:
         """Stop what is being written, save what is not on disk yet, and end both threads; texts are stored

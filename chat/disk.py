@@ -49,6 +49,11 @@ class DiskCaches:
         self._fields = dict(fingerprint)
         self._fingerprint_id = segments.fingerprint_id(fingerprint)
 
+    @property
+    def fingerprint(self) -> Mapping[str, str]:
+        """With what the rows were computed that are looked up and saved here."""
+        return self._fields
+
     def find(self, owner: str, conversation_id: str, token_ids: Sequence[int], *, wait: bool) -> Chain:
         """The longest beginning of `token_ids` that is on disk; `wait` for rows still being written.
         A store that cannot be read counts as empty."""

@@ -58,6 +58,11 @@ class Saver:
         self._thread = threading.Thread(target=self._work, name="saver", daemon=True)
 
     @property
+    def segments(self) -> Segments:
+        """Where the rows go."""
+        return self._segments
+
+    @property
     def is_idle(self) -> bool:
         """Whether nothing waits and nothing is being written: `notice` is about the newest rows then."""
         with self._changed:

@@ -14,7 +14,7 @@ import copy
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -68,7 +68,7 @@ Event = Reading | Delta | Ended
 
 class ChatSession:
     """A loaded model at work on stored conversations. `advance` runs on the inference thread only;
-    `check_fits` may be called from any thread."""
+    `check_fits` and `words` may be called from any thread."""
 
     def __init__(
         self,
@@ -93,6 +93,15 @@ class ChatSession:
     def _decode(self, token_ids: Sequence[int]) -> str:
         """Ids as text for people, control tokens included."""
         return self._decoder.decode(list(token_ids), skip_special_tokens=False)
+
+    @property
+    def fingerprint(self) -> Mapping[str, str]:
+        """What saved rows must have been computed with to be of use here."""
+        return self.loaded.fingerprint if self._disk is None else self._disk.fingerprint
+
+    def words(self, token_ids: Sequence[int]) -> str:
+        """Ids as text without control tokens; ids may begin or end within a character. From any thread."""
+        return self._decoder.decode(list(token_ids), skip_special_tokens=True)
 
     def check_fits(self, path: Sequence[Message], system_prompt: str) -> None:
         """Raises ContextFull or PromptFailed when no reply to `path` could be written."""
