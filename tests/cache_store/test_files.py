@@ -594,3 +594,5 @@ def test_closing_twice_is_fine(path: Path) -> None:
     file: SegmentFile = open_segment_file(path, write(path, some_tensors()))
     file.close()
     file.close()
+    with pytest.raises(ValueError, match="closed"):
+        file.skip(file.tensors[0])

@@ -86,7 +86,8 @@ def test_another_thread_may_close_the_folder(tmp_path: Path) -> None:
     closer = threading.Thread(target=folder.close)
     closer.start()
     closer.join(30)
-    DataFolder(tmp_path).close()
+    with DataFolder(tmp_path) as free_again:
+        assert free_again.path == folder.path
     folder.close()
 
 
