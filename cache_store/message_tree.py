@@ -86,6 +86,12 @@ class MessageTree(RunningReplies):
             self._message_row(owner, message_id)
             return tree.path_to(self._database, message_id)
 
+    def path_below(self, owner: str, message_id: str) -> MessageList:
+        """What is shown below this message whenever it is shown itself, without it. Raises NotFound."""
+        with self._database.transaction():
+            self._message_row(owner, message_id)
+            return tree.path_below(self._database, message_id)
+
     def answers(self, owner: str, question_id: str) -> MessageList:
         """All replies to a user message, in order of creation. Raises NotFound."""
         with self._database.transaction():

@@ -113,6 +113,11 @@ class DiskCaches:
             seconds,
         )
 
+    def keep_paths(self, conversation_id: str, paths: Sequence[Sequence[int]]) -> None:
+        """This conversation needs no rows but those of beginnings of these paths any more, from any thread.
+        Raises DiskRefused when files could not be removed."""
+        self._saver.keep_paths(conversation_id, self._fingerprint_id, paths)
+
     def take_lost(self, conversation_id: str) -> bool:
         """Whether rows of this conversation that were queued could not be written."""
         return self._saver.take_lost(conversation_id)

@@ -46,14 +46,15 @@ class JobView:
 class Job:
     """The shared handle of one reply. Safe to use from any thread."""
 
-    def __init__(self, owner: str, conversation_id: str, reply_id: str) -> None:
+    def __init__(self, owner: str, conversation_id: str, reply_id: str, text: str = "") -> None:
+        """`text`: what the reply begins with."""
         self.owner = owner
         self.conversation_id = conversation_id
         self.reply_id = reply_id
         self.created_at = time.monotonic()
         self._stop = threading.Event()
         self._changed = threading.Condition()
-        self._view = JobView()
+        self._view = JobView(text=text)
 
     @property
     def view(self) -> JobView:

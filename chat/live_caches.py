@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from cache_store.records import Message
 from chat.errors import MemoryLimit
@@ -25,7 +25,8 @@ class LiveCache:
     reply's `question_id` tell an edited beginning and another branch from a template that renders the same
     past differently. `num_saved`: how many of its tokens are on disk or on their way there. `is_warmed`: it
     came from disk when the chat was opened (see `chat.warming`) and no turn has used it yet; so many files
-    were found damaged on the way."""
+    were found damaged on the way. `num_allowed`: only so many of its tokens may still be used, because the
+    rest was deleted (None: all)."""
 
     owner: str
     cache: KVCache
@@ -35,6 +36,16 @@ class LiveCache:
     num_saved: int = 0
     is_warmed: bool = False
     num_damaged_files: int = 0
+    num_allowed: int | None = None
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The ids that may be used."""
+        return self.cache.token_ids[: self.num_allowed]
+
+    def num_common(self, token_ids: Sequence[int]) -> int:
+        """Length of the longest common beginning of what may be used and `token_ids`."""
+        return self.cache.num_common(token_ids[: self.num_allowed])
 
     def was_read_for(self, path: Sequence[Message]) -> bool:
         """Whether its last turn was on this path: answered on it, or another answer to its last question."""
@@ -98,6 +109,21 @@ class LiveCaches:
             if reason is not None:
                 self._forgotten[conversation_id] = reason
 
+    def keep_paths(self, conversation_id: str, paths: Iterable[Sequence[int]]) -> None:
+        """Let nobody use more of a conversation's cache than a beginning of one of these paths."""
+        with self._lock:
+            live = self._kept.get(conversation_id)
+            if live is not None:
+                num_allowed = max(map(live.num_common, paths), default=0)
+                self._kept[conversation_id] = replace(live, num_allowed=num_allowed)
+
+    def num_usable(self, conversation_id: str, token_ids: Sequence[int]) -> int:
+        """How many of these tokens the conversation's kept cache has at its beginning and can be cut to."""
+        with self._lock:
+            live = self._kept.get(conversation_id)
+            common = live.num_common(token_ids) if live is not None else 0
+            return common if live is not None and live.cache.can_crop_to(common) else 0
+
     def why_missing(self, conversation_id: str) -> Reason | None:
         """Why a conversation has no cache although it had one in this process; None when it had none."""
         with self._lock:
@@ -106,8 +132,8 @@ class LiveCaches:
     def held_by(self, owner: str) -> dict[str, Holding]:
         """What is kept of this owner's conversations, by their ids; a lent cache is not kept."""
         with self._lock:
-            mine = {name: live.cache for name, live in self._kept.items() if live.owner == owner}
-            return {name: Holding(cache.token_ids, cache.nbytes) for name, cache in mine.items()}
+            mine = {name: live for name, live in self._kept.items() if live.owner == owner}
+            return {name: Holding(live.token_ids, live.cache.nbytes) for name, live in mine.items()}
 
     def longest_prefix(self, owner: str, token_ids: Sequence[int]) -> tuple[KVCache | None, int]:
         """The kept cache of this owner that shares the longest beginning with `token_ids`, and its length.
@@ -117,7 +143,7 @@ class LiveCaches:
             for live in self._kept.values():
                 if live.owner != owner or not live.cache.has_rows():
                     continue
-                length = live.cache.num_common(token_ids)
+                length = live.num_common(token_ids)
                 if length and length >= best[1]:  # of equals the most recently used one
                     best = (live.cache, length)
             return best

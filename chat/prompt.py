@@ -21,7 +21,7 @@ import re
 import threading
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import encode_marked_chat, mark_control_tokens
@@ -50,6 +50,10 @@ class Prompt:
 
     def __len__(self) -> int:
         return len(self.token_ids)
+
+    def followed_by(self, begun_ids: tuple[int, ...]) -> Prompt:
+        """The same with ids that the next reply begins with."""
+        return replace(self, token_ids=self.token_ids + begun_ids) if begun_ids else self
 
 
 class PromptRenderer:

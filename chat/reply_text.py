@@ -3,12 +3,13 @@
 While streaming, nothing is shown that might have to be taken back: bytes of an unfinished character wait
 for the rest, and text that could be the beginning of a stop string waits until it is not. At the end the
 text is decoded from all ids at once; ids and text always agree, which `ending` sees to when a stop
-string cuts through a token.
+string cuts through a token. A reply may begin with ids that were not sampled now: they are never cut, and
+stop strings are looked for behind them only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -21,8 +22,8 @@ _REPLACEMENT = "\ufffd"
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """What is kept of a reply. The first `num_sampled` of `token_ids` are sampled ones; any others
-    re-encode the part of a token before a stop string."""
+    """What is kept of a reply. The first `num_sampled` of `token_ids` are as they were fed or sampled; any
+    others re-encode the part of a token before a stop string."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -30,8 +31,9 @@ class Ending:
 
 
 class ReplyText:
-    """One reply's text. `backend` must not be shared with other threads (the Rust tokenizer refuses
-    to be read while another thread sets an option on it)."""
+    """One reply's text, which may begin with `begun_ids`: no end-of-turn among them, and no half of a
+    character at their end. `backend` must not be shared with other threads (the Rust tokenizer refuses to be
+    read while another thread sets an option on it)."""
 
     def __init__(
         self,
@@ -39,6 +41,7 @@ class ReplyText:
         tokenizer: PreTrainedTokenizerBase,
         eos_token_ids: frozenset[int],
         stop_strings: tuple[str, ...],
+        begun_ids: Sequence[int] = (),
     ) -> None:
         self.token_ids: list[int] = []
         self.hit_stop_string = False
@@ -51,6 +54,10 @@ class ReplyText:
         self._streamed = ""
         self._num_shown = 0
         self._num_certain = 0
+        for token_id in begun_ids:  # one by one: the next piece's text depends on where the last one began
+            self.token_ids.append(token_id)
+            self._streamed += self._next_text()
+        self._num_shown = self._num_begun = len(self._streamed)
 
     @property
     def ended(self) -> bool:
@@ -115,7 +122,8 @@ class ReplyText:
 
     def _cut_before_stop_string(self, encode: Callable[[str], list[int]]) -> Ending:
         whole = self._decode(self.token_ids)
-        text = whole[: min(at for at in map(whole.find, self._stop_strings) if at >= 0)]
+        places = (whole.find(stop, self._num_begun) for stop in self._stop_strings)
+        text = whole[: min(at for at in places if at >= 0)]
         kept = len(self.token_ids)
         while kept and not text.startswith(self._decode(self.token_ids[:kept])):
             kept -= 1
@@ -129,11 +137,13 @@ class ReplyText:
         assert self._criteria is not None
         recent = self.token_ids[-self._criteria.maximum_token_len :]
         found = bool(self._criteria(cast(torch.LongTensor, torch.tensor([recent])), None))
-        return found and any(stop in self._decode(self.token_ids) for stop in self._stop_strings)
+        return found and any(
+            self._decode(self.token_ids).find(stop, self._num_begun) >= 0 for stop in self._stop_strings
+        )
 
     def _num_uncertain(self) -> int:
         longest = max(map(len, self._stop_strings), default=0)
-        for length in range(min(longest, len(self._streamed)), 0, -1):
+        for length in range(min(longest, len(self._streamed) - self._num_begun), 0, -1):
             tail = self._streamed[-length:]
             if any(stop.startswith(tail) for stop in self._stop_strings):
                 return length

@@ -145,12 +145,12 @@ def _past(
         setting = places.disk.changed_field(conversation.id) if places.disk is not None else ""
         saved = places.disk.last_path(conversation.id) if places.disk is not None else ()
         return _Past(0, False, _why_gone(places, conversation, setting), saved, setting)
-    common = lent.cache.num_common(prompt.token_ids[:-1])
+    common = lent.num_common(prompt.token_ids[:-1])
     own = common if lent.cache.can_crop_to(common) else 0
     if lent.is_warmed and common == len(lent.cache):  # what warming did not bring back was lost before it
-        return _Past(own, False, _why_gone(places, conversation, ""), lent.cache.token_ids, "")
+        return _Past(own, False, _why_gone(places, conversation, ""), lent.token_ids, "")
     extends = common == len(lent.cache) and lent.was_read_for(path)
-    return _Past(own, extends, _why_left(lent, common, conversation, path), lent.cache.token_ids, "")
+    return _Past(own, extends, _why_left(lent, common, conversation, path), lent.token_ids, "")
 
 
 def _beginning(
@@ -182,6 +182,16 @@ def _beginning(
         cache, num_files = loaded.cache, num_files + loaded.num_damaged_files
     num_saved = max(num_saved, min(chain.num_tokens, len(cache)))
     return _Beginning(cache, num_live, num_saved, num_files, chain.evicted)
+
+
+def num_remembered(places: Places, conversation: Conversation, prompt: Prompt) -> int:
+    """How many tokens of a prompt `start_turn` would find, without lending or loading anything. What is lent
+    to a reply that is being written is not seen. From any thread."""
+    usable_ids = prompt.token_ids[:-1]
+    own = places.live.num_usable(conversation.id, usable_ids)
+    _, shared = places.live.longest_prefix(conversation.owner, usable_ids)
+    saved = _saved_beginning(places, conversation, usable_ids, own, wait=False)
+    return max(own, shared, saved.num_tokens)
 
 
 def _saved_beginning(

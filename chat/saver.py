@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -23,6 +23,10 @@ log = logging.getLogger(__name__)
 
 MAX_QUEUED_BYTES = 512 * 2**20
 """Copies of rows that may wait for the disk."""
+
+
+KEEP_PATIENCE_S = 5.0
+"""How long a branch that is being deleted waits for rows of its chat that are on their way to the disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +103,18 @@ class Saver:
         rows on disk that only it needed. Raises DiskRefused when files could not be removed."""
         self._discard(conversation_id)
         self._segments.forget_unused()
+
+    def keep_paths(
+        self, conversation_id: str, fingerprint_id: int | None, paths: Sequence[Sequence[int]]
+    ) -> None:
+        """Before a branch is deleted: the conversation needs beginnings of these paths only (see
+        `Segments.keep_paths`). What still waits is written first; what takes too long is dropped, and told
+        by `take_lost`. Raises DiskRefused when files could not be removed."""
+        if not self.wait_for(conversation_id, KEEP_PATIENCE_S):
+            self._discard(conversation_id)
+            with self._changed:
+                self._lost.add(conversation_id)
+        self._segments.keep_paths(conversation_id, fingerprint_id, paths)
 
     def _discard(self, conversation_id: str) -> None:
         with self._changed:

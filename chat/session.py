@@ -22,20 +22,23 @@ from tokenizers import Tokenizer
 
 from cache_store.conversations import Conversations
 from cache_store.errors import NotFound, StoreError
-from cache_store.records import Conversation, Message, Status
+from cache_store.records import NOTHING_YET, Beginning, Conversation, Message, Status
+from chat.chat_view import Cost
 from chat.disk import DiskCaches
-from chat.errors import ContextFull
+from chat.divergence import num_common
+from chat.errors import ChatError, ContextFull
 from chat.failure import log_and_release, sentence_for
 from chat.kv_cache import KVCache
 from chat.live_caches import LiveCache, LiveCaches
 from chat.model import LoadedModel
 from chat.prompt import Prompt, PromptRenderer
 from chat.reply_text import ReplyText
-from chat.reuse import Origin, Places, num_computed_before, start_turn
+from chat.reuse import Origin, Places, num_computed_before, num_remembered, start_turn
 from chat.sampler import Sampler
 from chat.settings import CacheSettings, SamplingSettings
 from chat.stats import TurnStats
 from chat.turn import Reading, Turn
+from chat.warming import warm
 
 log = logging.getLogger(__name__)
 
@@ -103,9 +106,72 @@ class ChatSession:
         """Ids as text without control tokens; ids may begin or end within a character. From any thread."""
         return self._decoder.decode(list(token_ids), skip_special_tokens=True)
 
-    def check_fits(self, path: Sequence[Message], system_prompt: str) -> None:
-        """Raises ContextFull or PromptFailed when no reply to `path` could be written."""
-        self._check_context(self._renderer.render(path, system_prompt))
+    def check_fits(
+        self, path: Sequence[Message], system_prompt: str, beginning: Beginning = NOTHING_YET
+    ) -> None:
+        """Raises ContextFull or PromptFailed when no reply to `path` that begins so could be written."""
+        begun_ids = self._begun_ids(beginning.text, beginning.token_ids)
+        self._check_context(self._renderer.render(path, system_prompt).followed_by(begun_ids))
+
+    def ids_of_reply(self, text: str) -> tuple[int, ...]:
+        """The ids of a reply that a person wrote, end-of-turn included; empty when no ids say exactly this
+        text, which is then tokenized with the template. May be called from any thread."""
+        ids = self._renderer.encode_text(text)
+        if self.words(ids) != text:
+            return ()
+        end = self.loaded.tokenizer.eos_token_id
+        ends = self.loaded.eos_token_ids
+        return (*ids, end if isinstance(end, int) and end in ends else min(ends))
+
+    def paths_without(self, conversation: Conversation, message_id: str) -> list[tuple[int, ...]]:
+        """The ids of every path of a conversation down to its last message, as if this message and all below
+        it were gone. From any thread."""
+        leaves = self._store.leaves(conversation.owner, conversation.id, message_id)
+        return [self._ids_read(path, conversation.system_prompt) for path in leaves]
+
+    def keep_paths(self, conversation: Conversation, paths: Sequence[tuple[int, ...]]) -> None:
+        """Forget of this conversation's caches, live and saved, what is no beginning of one of these paths.
+        From any thread, while no reply is written. Raises DiskRefused when files could not be removed."""
+        self._live.keep_paths(conversation.id, paths)
+        if self._disk is not None:
+            self._disk.keep_paths(conversation.id, paths)
+
+    def cost_of(
+        self, conversation: Conversation, path: Sequence[Message], beginning: Beginning = NOTHING_YET
+    ) -> Cost:
+        """What would be read for a reply to `path` that begins so. From any thread. Raises PromptFailed."""
+        begun_ids = self._begun_ids(beginning.text, beginning.token_ids)
+        prompt = self._renderer.render(path, conversation.system_prompt).followed_by(begun_ids)
+        num_tokens = len(prompt) - num_remembered(self._places, conversation, prompt)
+        return Cost(num_tokens, num_tokens * self._read_s_per_token if self._read_s_per_token else None)
+
+    def _ids_read(self, path: Sequence[Message], system_prompt: str) -> tuple[int, ...]:
+        """What was fed for a path: the prompt of its last reply, and that reply."""
+        *above, last = path
+        if last.role == "user" or not last.token_ids:
+            return self._renderer.render(path, system_prompt).token_ids
+        return self._renderer.render(above, system_prompt).followed_by(last.token_ids).token_ids
+
+    def _begun_ids(self, text: str, token_ids: Sequence[int]) -> tuple[int, ...]:
+        """What a reply begins with: its own ids, or those of its text where it has none yet."""
+        return tuple(token_ids) if token_ids or not text else tuple(self._renderer.encode_text(text))
+
+    def warm(self, conversation: Conversation) -> None:
+        """Bring the rows that a conversation has on disk back into memory. Nothing happens where they are
+        there already, or cannot be had: its next turn then does what it would have done. On the inference
+        thread only."""
+        if self._live.holds(conversation.id):
+            return
+        try:
+            path = self._store.path(conversation.owner, conversation.id)
+            warmed = warm(self._places, self._renderer, conversation, path)
+            if warmed is not None:
+                self._live.keep(conversation.id, warmed)
+                self._store.message(conversation.owner, warmed.reply_id)  # it may have been deleted meanwhile
+        except NotFound:
+            self._live.forget(conversation.id)
+        except (ChatError, StoreError) as error:
+            log.info("a chat was opened without warming it: %s", error)
 
     def advance(
         self,
@@ -148,19 +214,24 @@ class ChatSession:
         began = time.perf_counter()
         assert reply.parent_id is not None
         path = self._store.path_to(conversation.owner, reply.parent_id)
-        prompt = self._renderer.render(path, conversation.system_prompt)
+        begun_ids = self._begun_ids(reply.text, reply.token_ids)
+        prompt = self._renderer.render(path, conversation.system_prompt).followed_by(begun_ids)
         self._check_context(prompt)
+        if not reply.token_ids and begun_ids:
+            self._store.save_progress(reply.id, 0, begun_ids, "")  # its text is stored already
         loaded = self.loaded
         sampling = SamplingSettings.from_json(reply.sampling)
         seed = reply.seed if reply.seed is not None else secrets.randbits(63)
-        text = ReplyText(self._decoder, loaded.tokenizer, loaded.eos_token_ids, sampling.stop_strings)
+        text = ReplyText(
+            self._decoder, loaded.tokenizer, loaded.eos_token_ids, sampling.stop_strings, begun_ids
+        )
         sampler = Sampler(sampling, seed, prompt.token_ids, loaded.device)
         start = start_turn(  # last, because it lends a cache that must come back
             self._places,
             conversation,
             path,
             prompt,
-            num_old=num_computed_before(path, origin),
+            num_old=self._num_computed_before(path, prompt, conversation.system_prompt, origin),
             origin=origin,
         )
         if self._disk is not None and self._disk.take_lost(conversation.id):
@@ -169,6 +240,7 @@ class ChatSession:
             start=start,
             num_saved=start.num_saved,
             prompt_ids=prompt.token_ids,
+            num_begun=len(begun_ids),
             text=text,
             sampler=sampler,
             chunk=self._settings.prefill_chunk,
@@ -179,6 +251,16 @@ class ChatSession:
             began=began,
             queue_s=queue_s,
         )
+
+    def _num_computed_before(
+        self, path: Sequence[Message], prompt: Prompt, system_prompt: str, origin: Origin
+    ) -> int:
+        """Prompt tokens that earlier turns computed and kept, on this path or, before an edit, beside it."""
+        on_path, beside = num_computed_before(path), origin.num_read_before
+        if origin.replaced:
+            old = self._renderer.render(origin.replaced, system_prompt)
+            beside = min(beside, num_common(old.token_ids, prompt.token_ids))
+        return max(on_path, beside)
 
     def _make_room(self, cache: KVCache, num_tokens: int) -> None:
         self._live.make_room(cache.nbytes_for(num_tokens, self.loaded.kv_bytes_per_token))
@@ -203,7 +285,7 @@ class ChatSession:
             turn.num_saved = len(turn.cache)
 
     def _show_and_save(self, turn: Turn, conversation: Conversation, reply: Message) -> Iterator[Delta]:
-        waiting, num_saved, shown_at = "", 0, 0.0
+        waiting, num_saved, shown_at = "", turn.num_begun, 0.0
         for piece in turn.write():
             self._save_rows(turn, conversation, at_least=SAVE_EVERY)
             waiting += piece
@@ -234,7 +316,7 @@ class ChatSession:
         self, turn: Turn | None, conversation: Conversation, reply: Message, error: BaseException
     ) -> Ended:
         sentence = sentence_for(error)
-        text, token_ids, stats = "", (), None
+        text, token_ids, stats = reply.text, reply.token_ids, None
         if turn is not None:
             ending = turn.text.ending(self._renderer.encode_text)
             text, token_ids = ending.text, ending.token_ids
@@ -264,7 +346,7 @@ class ChatSession:
         self, turn: Turn, conversation: Conversation, reply: Message, num_reply_tokens: int
     ) -> int:
         """Hand the cache back, cut to what the conversation keeps of this reply; how many tokens that is."""
-        kept = min(len(turn.cache), len(turn.prompt_ids) + num_reply_tokens)
+        kept = min(len(turn.cache), len(turn.prompt_ids) - turn.num_begun + num_reply_tokens)
         if not turn.cache.can_crop_to(kept):
             self._live.forget(conversation.id, "not_croppable")
             return kept

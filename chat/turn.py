@@ -32,11 +32,13 @@ class Reading:
 
 @dataclass
 class Turn:
-    """See the module. `make_room(cache, num_tokens)` raises MemoryLimit when a cache may not grow that
-    far; `began` is the `time.perf_counter` at which the job left the queue."""
+    """See the module. The last `num_begun` of `prompt_ids` are what the reply begins with.
+    `make_room(cache, num_tokens)` raises MemoryLimit when a cache may not grow that far; `began` is the
+    `time.perf_counter` at which the job left the queue."""
 
     start: Start
     prompt_ids: tuple[int, ...]
+    num_begun: int
     text: ReplyText
     sampler: Sampler
     chunk: int

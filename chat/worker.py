@@ -93,6 +93,8 @@ class Worker:
         self._queue = FairQueue()
         self._jobs: dict[str, Job] = {}
         self._running: Job | None = None
+        self._opened: dict[str, Conversation] = {}
+        self._idle = False
         self._closing = False
         self._changed = threading.Condition(threading.RLock())
         self._thread = threading.Thread(target=self._work, name="inference", daemon=True)
@@ -120,6 +122,13 @@ class Worker:
         if not ready or self._session is None:
             raise TimeoutError(f"the model is not loaded after {timeout_s} s")
         return self._session
+
+    def wait_until_idle(self, timeout_s: float | None = None) -> bool:
+        """Block until nothing is waiting, neither a reply nor a chat to be warmed; False on time-out."""
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: self._idle and not self._jobs and not self._opened, timeout_s
+            )
 
     def check_room(self) -> None:
         """Raises QueueFull, or the ModelError of a failed load: called before a message is stored."""
@@ -151,6 +160,12 @@ class Worker:
         with self._changed:
             return [job for job in self._jobs.values() if job.owner == owner]
 
+    def warm(self, conversation: Conversation) -> None:
+        """Warm a conversation once nothing is waiting; of each owner only the one that was opened last."""
+        with self._changed:
+            self._opened[conversation.owner] = conversation
+            self._changed.notify_all()
+
     def stop(self, conversation_id: str) -> None:
         """End a conversation's reply: at once when it waits, within one token when it is being written."""
         with self._changed:
@@ -177,20 +192,38 @@ class Worker:
 
     def _work(self) -> None:
         self._load_session()
-        while True:
+        while (work := self._next()) is not None:
+            if isinstance(work, Conversation):
+                self._warm(work)
+                continue
+            self._do(work)
             with self._changed:
-                self._changed.wait_for(lambda: len(self._queue) or self._closing)
-                if self._closing and not len(self._queue):
-                    return
+                self._running = None
+                if self._jobs.get(work.job.conversation_id) is work.job:
+                    del self._jobs[work.job.conversation_id]
+                self._tell_positions()
+
+    def _next(self) -> Task | Conversation | None:
+        """Wait for the next reply, or else for a conversation to warm; None at the end."""
+        with self._changed:
+            self._idle = True
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: len(self._queue) or self._opened or self._closing)
+            self._idle = False
+            if len(self._queue):
                 task = self._queue.pop()
                 self._running = task.job
                 self._tell_positions()
-            self._do(task)
-            with self._changed:
-                self._running = None
-                if self._jobs.get(task.job.conversation_id) is task.job:
-                    del self._jobs[task.job.conversation_id]
-                self._tell_positions()
+                return task
+            return None if self._closing else self._opened.pop(next(iter(self._opened)))
+
+    def _warm(self, conversation: Conversation) -> None:
+        if self._session is None:
+            return
+        try:
+            self._session.warm(conversation)
+        except Exception:  # a convenience must not end the thread that everybody's replies need
+            log.exception("a chat could not be warmed")
 
     def _load_session(self) -> None:
         error: ModelError | None = None
@@ -265,11 +298,12 @@ class Worker:
         task.job.publish(state="failed", error=str(error))
 
     def _finish_row(self, task: Task, *, status: str, finish_reason: str, error: str | None) -> None:
+        reply, text = task.reply, task.job.view.text
         try:
             self._store.finish_reply(
-                task.reply.id,
-                token_ids=(),
-                text=task.job.view.text,
+                reply.id,
+                token_ids=reply.token_ids if text == reply.text else (),
+                text=text,
                 status=status,  # pyright: ignore[reportArgumentType]
                 finish_reason=finish_reason,
                 error=error,

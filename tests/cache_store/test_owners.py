@@ -39,6 +39,7 @@ CALLS: dict[str, Call] = {
         owner, reply, text="x", token_ids=(), keep_rest=True
     ),
     "answers": lambda store, owner, _c, question, _r: store.answers(owner, question),
+    "path_below": lambda store, owner, _c, question, _r: store.path_below(owner, question),
     "leaves": lambda store, owner, chat, _q, _r: store.leaves(owner, chat),
     "undo": lambda store, owner, chat, _q, _r: store.undo(owner, chat),
     "redo": lambda store, owner, chat, _q, _r: store.redo(owner, chat),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -22,8 +23,9 @@ EMOJI = ["😀" * 5, "👨‍👩‍👧‍👦", "🇩🇪🇫🇷", "👍🏽"
 SCRIPTS = ["สวัสดีครับ", "こんにちは", "안녕하세요", "नमस्ते क्षत्रिय", "é̂ Ω ß", "𝒳𝟘", "مرحبا"]
 
 
-def reply(tokenizer: Any = BYTES, stops: tuple[str, ...] = ()) -> ReplyText:
-    return ReplyText(tokenizer.backend_tokenizer, tokenizer, frozenset({tokenizer.eos_token_id}), stops)
+def reply(tokenizer: Any = BYTES, stops: tuple[str, ...] = (), begun: Sequence[int] = ()) -> ReplyText:
+    ends = frozenset({tokenizer.eos_token_id})
+    return ReplyText(tokenizer.backend_tokenizer, tokenizer, ends, stops, begun)
 
 
 def encode(text: str, tokenizer: Any = BYTES) -> list[int]:
@@ -285,3 +287,45 @@ def test_a_token_costs_the_same_at_the_end_of_a_long_reply() -> None:
     for token_id in encode("All the dogs and you 😀. " * 50):
         text.push(token_id)
     assert largest <= 16
+
+
+# replies that begin with something
+
+
+@pytest.mark.parametrize("tokenizer", [BYTES, PIECES, SPACES], ids=["bytes", "pieces", "spaces"])
+@given(
+    data=st.data(),
+    text=st.text(st.characters(exclude_categories=["Cs"], exclude_characters=BAD), max_size=25),
+)
+@settings(max_examples=60)
+def test_a_reply_that_goes_on_has_no_seam(tokenizer: Any, data: st.DataObject, text: str) -> None:
+    """Stopped anywhere and gone on with: the same text and ids as in one go, spaces at the seam included."""
+    ids = encode(text, tokenizer)
+    whole, first = reply(tokenizer), reply(tokenizer)
+    for token_id in ids:
+        whole.push(token_id)
+    for token_id in ids[: data.draw(st.integers(0, len(ids)))]:
+        first.push(token_id)
+    begun = ending(first, tokenizer)
+    second = reply(tokenizer, begun=begun.token_ids)
+    shown = begun.text + "".join(second.push(token_id) for token_id in ids[len(begun.token_ids) :])
+    assert shown == ending(second, tokenizer).text == ending(whole, tokenizer).text
+    assert ending(second, tokenizer) == ending(whole, tokenizer)
+
+
+def test_what_a_reply_begins_with_alone_is_whole_and_ends_nothing() -> None:
+    text = reply(stops=("User:",), begun=encode("User: hi"))
+    assert not text.ended
+    assert ending(text) == Ending("User: hi", tuple(encode("User: hi")), len(encode("User: hi")))
+
+
+def test_a_stop_string_in_what_a_reply_begins_with_stops_nothing() -> None:
+    """Neither one that stands in it nor one that only ends behind it; the next whole one does."""
+    text, shown = reply(stops=("User:",), begun=encode("User: Us")), ""
+    for token_id in encode("er: yes\nUser: no"):
+        shown += text.push(token_id)
+        if text.ended:
+            break
+    assert text.hit_stop_string
+    assert shown == "er: yes\n"
+    assert ending(text).text == "User: User: yes\n"
