@@ -7,6 +7,7 @@ ChatError
 │   └── ModelUnusable      found, but it cannot be loaded or cannot chat
 ├── EmptyMessage           nothing to send
 ├── PromptFailed           the chat template raised
+├── KindUnavailable        a kind of cache that this machine or its packages do not offer
 ├── ContextFull            the chat is longer than the model can read
 ├── MemoryLimit            the cache of this chat alone would not fit the budget
 ├── OutOfMemory            the device had no memory left
@@ -49,6 +50,10 @@ class EmptyMessage(ChatError):
 
 class PromptFailed(ChatError):
     """The model's chat template refused these messages."""
+
+
+class KindUnavailable(ChatError):
+    """The chosen kind of cache cannot be had here; nothing was changed."""
 
 
 class ContextFull(ChatError):

@@ -11,11 +11,13 @@ nothing. Only absolute lengths leave this module.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import (
+    DummyLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionAndSlidingWindowAttentionLayer,
@@ -30,19 +32,29 @@ from chat.errors import CacheMismatch
 from chat.layer_state import has_state, put_back, state_of
 from chat.layers.contract import RowLayer, layer_nbytes
 from chat.layers.factory import layer_for
+from chat.layers.growing import GrowingLayer
+from chat.layers.kinds import codec_for, parameters
+from chat.layers.sizes import cache_cost
+from chat.layers.workspace import Workspace
+from chat.model_facts import shares_rows, text_config
 from chat.settings import CacheSettings
+
+_workspaces: WeakKeyDictionary[PreTrainedModel, Workspace] = WeakKeyDictionary()
+"""All caches of a model unpack into the same memory: one thread feeds them, one after the other."""
 
 
 class KVCache:
     """See the module. Not safe for use from several threads: only the inference thread touches it."""
 
     def __init__(self, model: PreTrainedModel, settings: CacheSettings) -> None:
+        """Empty. Raises KindUnavailable when this machine has not got what `settings.kind` needs."""
         self._model = model
         self._settings = settings
         self._token_ids: list[int] = []
         self._idle: frozenset[int] = frozenset()
+        codec, workspace = codec_for(settings), _workspace_of(model)
         self._cache = DynamicCache(config=model.config)
-        self._cache.layers[:] = [layer_for(layer, settings) for layer in self._cache.layers]
+        self._cache.layers[:] = [layer_for(layer, settings, codec, workspace) for layer in self._cache.layers]
         self._rows = [layer for layer in self._cache.layers if isinstance(layer, RowLayer)]
 
     def __len__(self) -> int:
@@ -54,6 +66,11 @@ class KVCache:
         return tuple(self._token_ids)
 
     @property
+    def settings(self) -> CacheSettings:
+        """What the layers were made for."""
+        return self._settings
+
+    @property
     def nbytes(self) -> int:
         """Bytes allocated on the device, spare room included."""
         return sum(layer_nbytes(layer) for layer in self._cache.layers)
@@ -63,15 +80,17 @@ class KVCache:
         """Tokens that fit before a layer allocates again; what is held, where no layer grows in steps."""
         return min((layer.capacity for layer in self._rows), default=len(self))
 
-    def nbytes_for(self, num_tokens: int, bytes_per_token: int) -> int:
-        """Bytes allocated once `num_tokens` are held; `bytes_per_token` is over all layers."""
+    def nbytes_for(self, num_tokens: int) -> int:
+        """Bytes allocated once `num_tokens` are held."""
+        cost = cache_cost(text_config(self._model), self._settings, self._model.dtype)
         if not self._rows:
-            return max(self.nbytes, num_tokens * bytes_per_token)
+            return max(self.nbytes, num_tokens * cost.per_token)
         layer = self._rows[0]
         capacity = layer.capacity_for(num_tokens)
-        # While one buffer grows its old copy still stands: half of one layer, never more at once.
-        moving = layer.nbytes // 2 if capacity > layer.capacity else 0
-        return max(self.nbytes, capacity * bytes_per_token + moving)
+        # While one buffer grows its old copy still stands; never more than one at once.
+        largest = max((buffer.nbytes for buffer in layer.buffers), default=0)
+        moving = largest if capacity > layer.capacity else 0
+        return max(self.nbytes, capacity * cost.per_token + cost.fixed + moving)
 
     def reserve(self, num_tokens: int) -> None:
         """Allocate once for `num_tokens` in all, instead of step by step while they are fed."""
@@ -143,17 +162,48 @@ class KVCache:
             raise CacheMismatch("a layer of this model does not hold one row per token")
         copy = KVCache(self._model, self._settings)
         copy.reserve(room_for)
-        for source, target in zip(self._cache.layers, copy._cache.layers, strict=True):
-            _copy_rows(source, target, num_tokens)
+        for source, target in zip(self._rows, copy._rows, strict=True):
+            target.copy_from(source, min(num_tokens, source.num_tokens))
         copy._token_ids = self._token_ids[:num_tokens]
         copy._idle = self._idle
         copy.check()
         return copy
 
+    def can_convert_to(self, settings: CacheSettings) -> bool:
+        """Whether `converted_to` can give rows of that kind: of its own kind, or of any from dense ones."""
+        is_same = parameters(settings) == parameters(self._settings)
+        is_dense = all(isinstance(layer, GrowingLayer) for layer in self._rows)
+        return self.can_be_saved() and (is_same or is_dense)
+
+    @torch.inference_mode()
+    def converted_to(self, settings: CacheSettings, room_for: int = 0) -> KVCache:
+        """A new cache of another kind with the same tokens and room for `room_for`: dense rows are packed,
+        everything else is copied, nothing is recomputed. Both caches stand until this one is let go.
+
+        The rows are those of a chat that was dense up to here, not byte for byte those of one that never was.
+        Raises CacheMismatch when `can_convert_to` says no.
+        """
+        if not self.can_convert_to(settings):
+            raise CacheMismatch(f"rows of the kind {self._settings.kind} cannot become {settings.kind}")
+        other = KVCache(self._model, settings)
+        other.reserve(max(room_for, len(self)))
+        for source, target in zip(self._rows, other._rows, strict=True):
+            if isinstance(source, GrowingLayer) and source.keys is not None and source.values is not None:
+                target.append(source.keys, source.values)
+            else:
+                target.copy_from(source, source.num_tokens)
+        for source, target in zip(self._cache.layers, other._cache.layers, strict=True):
+            if has_state(source) and self._token_ids:
+                put_back(target, state_of(source), len(self))
+        other._token_ids = self._token_ids.copy()
+        other._idle = self._idle
+        other.check()
+        return other
+
     def can_be_saved(self) -> bool:
         """Whether `rows_out` tells everything: a kind of layer that we do not know is never half saved."""
         return all(
-            isinstance(layer, RowLayer) or type(layer) in _STATE_LAYERS for layer in self._cache.layers
+            isinstance(layer, RowLayer) or type(layer) in _KNOWN_LAYERS for layer in self._cache.layers
         )
 
     @torch.inference_mode()
@@ -208,15 +258,15 @@ class KVCache:
                 like.setdefault(int(number), {})[name] = empty
         for index, layer in enumerate(self._cache.layers):
             if isinstance(layer, RowLayer) and index in like:
+                if like[index].keys() != layer.part_names:
+                    raise SegmentDamaged(f"its rows of layer {index} are of another kind")
                 layer.prepare(like[index], num_tokens)
 
     def _read_rows(self, file: SegmentFile, info: TensorInfo, index: int, name: str, num_tokens: int) -> None:
         layer = self._cache.layers[index] if index < len(self._cache.layers) else None
         if not isinstance(layer, RowLayer):
             raise SegmentDamaged(f"{info.name} has no layer to go to")
-        place = layer.room(len(self), num_tokens).get(name)
-        if place is None:
-            raise SegmentDamaged(f"{info.name} is no part of the rows of its layer")
+        place = layer.room(len(self), num_tokens)[name]
         if place.device.type == "cpu":
             file.read_into(info, place)
         else:
@@ -225,8 +275,9 @@ class KVCache:
             place.copy_(staged, non_blocking=True)
 
     def has_rows(self) -> bool:
-        """Whether every layer keeps one row per token, so that a prefix can be copied out."""
-        return not any(has_state(layer) for layer in self._cache.layers)
+        """Whether every layer keeps one row per token, or nothing, so that a prefix can be copied out."""
+        layers = self._cache.layers
+        return all(isinstance(layer, (RowLayer, DummyLayer)) and not has_state(layer) for layer in layers)
 
     def recover(self) -> bool:
         """After a failed `feed`: cut every layer back to the tokens that all of them hold.
@@ -257,12 +308,13 @@ class KVCache:
         )
 
 
-_STATE_LAYERS = (
+_KNOWN_LAYERS = (
+    DummyLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionLayer,
     LinearAttentionAndSlidingWindowAttentionLayer,
 )
-"""Stock layers whose state `layer_state` knows whole."""
+"""Stock layers that hold nothing, or a state that `layer_state` knows whole."""
 
 
 def _layer_length(layer: object) -> int | None:
@@ -277,7 +329,7 @@ def _layer_can_crop(layer: object) -> bool:
         return False
     if isinstance(layer, DynamicSlidingWindowLayer):
         return layer.cumulative_length < layer.sliding_window
-    return isinstance(layer, DynamicLayer)
+    return isinstance(layer, (DynamicLayer, DummyLayer))
 
 
 def _crop_layer(layer: object, num_tokens: int) -> None:
@@ -287,7 +339,8 @@ def _crop_layer(layer: object, num_tokens: int) -> None:
         layer.crop(num_tokens - layer.get_seq_length())
 
 
-def _copy_rows(source: object, target: object, num_tokens: int) -> None:
-    if not isinstance(source, RowLayer) or not isinstance(target, RowLayer):
-        raise CacheMismatch(f"a {type(source).__name__} does not hold one row per token")
-    target.copy_from(source, min(num_tokens, source.num_tokens))
+def _workspace_of(model: PreTrainedModel) -> Workspace:
+    workspace = _workspaces.get(model)
+    if workspace is None:
+        workspace = _workspaces[model] = Workspace(shared=not shares_rows(text_config(model)))
+    return workspace

@@ -98,10 +98,32 @@ def kv_bytes_per_token(config: PreTrainedConfig, dtype: torch.dtype) -> int:
     Sliding layers count in full, although they stop growing at their window; layers with a state of
     fixed size (linear attention, convolution) and layers that use another's keys count nothing.
     """
+    heads, widths = kv_row_shape(config)
+    return len(kv_layer_kinds(config)) * heads * sum(widths) * dtype.itemsize
+
+
+def kv_layer_kinds(config: PreTrainedConfig) -> tuple[str, ...]:
+    """The config's names for the kinds of those layers that keep keys and values of their own."""
     num_layers = config.num_hidden_layers - (getattr(config, "num_kv_shared_layers", None) or 0)
     kinds: list[str] = getattr(config, "layer_types", None) or ["full_attention"] * num_layers
-    num_kv_layers = sum(kind in _KV_LAYER_KINDS for kind in kinds[:num_layers])
-    return num_kv_layers * _num_kv_elements(config) * dtype.itemsize
+    return tuple(kind for kind in kinds[:num_layers] if kind in _KV_LAYER_KINDS)
+
+
+def kv_row_shape(config: PreTrainedConfig) -> tuple[int, tuple[int, int]]:
+    """What one token leaves in a layer: the number of heads, and the widths of a head's key and value."""
+    num_latent = getattr(config, "kv_lora_rank", None)
+    if num_latent:  # latent attention keeps one compressed vector and one rotated key for all heads
+        return 1, (num_latent, config.qk_rope_head_dim)
+    num_heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", 0)
+    if not num_heads:
+        return 0, (0, 0)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return num_heads, (head_dim, head_dim)
+
+
+def shares_rows(config: PreTrainedConfig) -> bool:
+    """Whether some layers read the keys and values of an earlier one, instead of keeping their own."""
+    return bool(getattr(config, "num_kv_shared_layers", None) or getattr(config, "kv_sharing_modes", None))
 
 
 def num_context_tokens(config: PreTrainedConfig) -> int:
@@ -128,16 +150,9 @@ def fingerprint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sour
     )
 
 
-def _num_kv_elements(config: PreTrainedConfig) -> int:
-    """Elements per token and layer."""
-    num_latent = getattr(config, "kv_lora_rank", None)
-    if num_latent:  # latent attention keeps one compressed vector and one rotated key for all heads
-        return num_latent + config.qk_rope_head_dim
-    num_heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", 0)
-    if not num_heads:
-        return 0
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return 2 * num_heads * head_dim
+def cache_fingerprint(model_fields: Mapping[str, str], cache_parameters: str) -> Mapping[str, str]:
+    """A model's fingerprint, completed by what the kind of cache adds (`chat.layers.kinds.parameters`)."""
+    return MappingProxyType({**model_fields, "cache": cache_parameters})
 
 
 def _closing_token_id(tokenizer: PreTrainedTokenizerBase) -> int | None:

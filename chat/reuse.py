@@ -57,13 +57,12 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Where caches come from: those in RAM, those on disk (None: saving is off), and new ones, which take
-    `bytes_per_token` once they hold something. `decode` turns ids into the text shown for a divergence."""
+    """Where caches come from: those in RAM, those on disk (None: saving is off), and new ones. `decode` turns
+    ids into the text shown for a divergence."""
 
     live: LiveCaches
     disk: DiskCaches | None
     new_cache: Callable[[], KVCache]
-    bytes_per_token: int
     decode: Decode
 
 
@@ -171,7 +170,7 @@ def _beginning(
         cache = other.copy_prefix(shared, len(prompt))
     else:
         cache = lent.cache if lent is not None and own else places.new_cache()
-        places.live.make_room(cache.nbytes_for(len(prompt), places.bytes_per_token))
+        places.live.make_room(cache.nbytes_for(len(prompt)))
         cache.crop_to(own)
         cache.reserve(len(prompt))
     num_saved = min(lent.num_saved, own) if lent else 0
@@ -213,7 +212,7 @@ def _longer_beginning(
     if other is None or shared <= known:
         return None, 0
     try:
-        needed = places.new_cache().nbytes_for(len(prompt), places.bytes_per_token)
+        needed = places.new_cache().nbytes_for(len(prompt))
         places.live.make_room(needed, beside=other)
     except MemoryLimit:
         return None, 0

@@ -86,9 +86,7 @@ class ChatSession:
         self._live = live
         self._settings = settings
         self._disk = disk
-        self._places = Places(
-            live, disk, lambda: KVCache(loaded.model, settings), loaded.kv_bytes_per_token, self._decode
-        )
+        self._places = Places(live, disk, lambda: KVCache(loaded.model, settings), self._decode)
         self._read_s_per_token = 0.0
         self._renderer = PromptRenderer(loaded.tokenizer, loaded.eos_token_ids)
         self._decoder = cast(Tokenizer, copy.deepcopy(loaded.tokenizer.backend_tokenizer))
@@ -263,7 +261,7 @@ class ChatSession:
         return max(on_path, beside)
 
     def _make_room(self, cache: KVCache, num_tokens: int) -> None:
-        self._live.make_room(cache.nbytes_for(num_tokens, self.loaded.kv_bytes_per_token))
+        self._live.make_room(cache.nbytes_for(num_tokens))
 
     def _read(self, turn: Turn, conversation: Conversation) -> Iterator[Reading]:
         began = time.perf_counter()

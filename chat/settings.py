@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Literal
+from typing import Literal, get_args
 
 from cache_store.records import Json
 
@@ -16,6 +16,8 @@ DEFAULT_MODEL = "default"
 
 DeviceName = Literal["auto", "cpu", "cuda", "mps"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
+CacheKind = Literal["dynamic", "native8", "native4", "fp8", "hqq8", "hqq4", "hqq2", "quanto4", "quanto2"]
+"""How rows are kept: as they are, or quantized to so many bits by our own code or by an optional library."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,18 +32,26 @@ class ModelSettings:
 
 @dataclass(frozen=True, slots=True)
 class CacheSettings:
-    """How live caches grow and how prompts are read.
+    """What live caches are made of, how they grow and how prompts are read.
 
     `growth_step`: a layer's buffer grows by at least this many tokens at a time.
     `prefill_chunk`: tokens per forward pass while reading; Stop is honoured between two chunks.
+    `group_size`: elements that share a scale, at most, in quantized kinds.
+    `chunk_tokens`: rows that an optional library quantizes at a time; until then they wait as they are.
     """
 
     growth_step: int = 256
     prefill_chunk: int = 256
+    kind: CacheKind = "dynamic"
+    group_size: int = 64
+    chunk_tokens: int = 64
 
     def __post_init__(self) -> None:
-        if self.growth_step < 1 or self.prefill_chunk < 1:
-            raise ValueError("growth_step and prefill_chunk must be at least 1 token")
+        if self.kind not in get_args(CacheKind):
+            raise ValueError(f"there is no cache kind {self.kind!r}")
+        for name in ("growth_step", "prefill_chunk", "group_size", "chunk_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1")
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,7 @@ def warm(
     if not chain.num_tokens:
         return None
     try:
-        places.live.make_room(cache.nbytes_for(chain.num_tokens, places.bytes_per_token))
+        places.live.make_room(cache.nbytes_for(chain.num_tokens))
     except MemoryLimit as limit:
         log.info("a chat was opened without warming it: %s", limit)
         return None

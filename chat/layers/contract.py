@@ -33,8 +33,13 @@ class RowLayer(DynamicLayer):
 
     @property
     @abstractmethod
-    def nbytes(self) -> int:
-        """Bytes allocated for rows, used or not."""
+    def buffers(self) -> tuple[Tensor, ...]:
+        """What is allocated for rows; each grows by itself while the others stand."""
+
+    @property
+    @abstractmethod
+    def part_names(self) -> frozenset[str]:
+        """The names of a row's parts."""
 
     @abstractmethod
     def append(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -71,6 +76,11 @@ class RowLayer(DynamicLayer):
     @abstractmethod
     def copy_from(self, source: RowLayer, num_tokens: int) -> None:
         """Take, into an empty layer, the first rows of another one of the same class and settings."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated for rows, used or not."""
+        return sum(buffer.nbytes for buffer in self.buffers)
 
     def capacity_for(self, num_tokens: int) -> int:
         """The capacity after growing to hold `num_tokens`: whole steps, with an eighth to spare, so that

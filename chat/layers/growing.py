@@ -30,14 +30,19 @@ class GrowingLayer(RowLayer):
     @property
     def capacity(self) -> int:
         """Tokens that fit before the next allocation."""
-        buffers = (self._key_buffer, self._value_buffer)
-        return min(0 if buffer is None else buffer.shape[-2] for buffer in buffers)
+        return min((buffer.shape[-2] for buffer in self.buffers), default=0)
 
     @property
-    def nbytes(self) -> int:
-        """Bytes allocated, used or not."""
-        buffers = (self._key_buffer, self._value_buffer)
-        return sum(buffer.nbytes for buffer in buffers if buffer is not None)
+    def buffers(self) -> tuple[Tensor, ...]:
+        """Keys and values; nothing before the first states."""
+        if self._key_buffer is None or self._value_buffer is None:
+            return ()
+        return self._key_buffer, self._value_buffer
+
+    @property
+    def part_names(self) -> frozenset[str]:
+        """Keys and values, as they are."""
+        return frozenset({"keys", "values"})
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Remember dtype, device and head shapes from the first states `[1, kv_heads, n, head_dim]`."""

@@ -240,7 +240,7 @@ def test_the_ids_handed_out_are_a_copy() -> None:
 def test_the_bytes_foretold_are_the_bytes_allocated(num_tokens: int) -> None:
     """Law 5: a limit that is checked before allocating must foresee what will be allocated."""
     loaded, cache = llama(), new_cache()
-    foretold = cache.nbytes_for(num_tokens, loaded.kv_bytes_per_token)
+    foretold = cache.nbytes_for(num_tokens)
     cache.feed(IDS[:num_tokens])
     assert cache.nbytes == foretold
     assert cache.nbytes == cache.capacity * loaded.kv_bytes_per_token

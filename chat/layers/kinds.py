@@ -1,0 +1,145 @@
+"""The kinds of cache that a person can choose from: what each is made of, and whether it can be had here.
+
+Everything here is cheap and changes nothing; a backend's library is only imported by `codec_for`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from typing import get_args
+
+from chat.errors import KindUnavailable
+from chat.layers.affine import AffineCodec, Fit, between_extremes, least_error
+from chat.layers.backends import hqq_fit, quanto_fit
+from chat.layers.fp8 import Fp8Codec
+from chat.layers.packed import RowCodec
+from chat.settings import CacheKind, CacheSettings
+
+INSTALL_BACKENDS = "pip install -r requirements-quant.txt"
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """A library that quantizes: how it is imported, and what pip calls it."""
+
+    module: str
+    package: str
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """What a quantized kind is made of. A `backend` fits the scales instead of `fit`, in chunks of rows."""
+
+    bits: int
+    fit: Fit = between_extremes
+    rotated: bool = False
+    backend: Backend | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Availability:
+    """Whether a kind can be had: when not, the `reason`, and the command that changes it if there is one."""
+
+    reason: str = ""
+    install: str = ""
+
+    @property
+    def is_available(self) -> bool:
+        """No reason speaks against it."""
+        return not self.reason
+
+
+HQQ = Backend("hqq", "hqq")
+QUANTO = Backend("optimum.quanto", "optimum-quanto")
+
+QUANTIZATIONS: Mapping[CacheKind, Quantization] = {
+    "native8": Quantization(8),
+    "native4": Quantization(4, least_error, rotated=True),
+    "hqq8": Quantization(8, backend=HQQ),
+    "hqq4": Quantization(4, backend=HQQ),
+    "hqq2": Quantization(2, backend=HQQ),
+    "quanto4": Quantization(4, backend=QUANTO),
+    "quanto2": Quantization(2, backend=QUANTO),
+}
+"""The kinds of whole numbers on a scale; `dynamic` and `fp8` are the others."""
+
+
+def available_kinds(device_type: str) -> dict[CacheKind, Availability]:
+    """Every kind, best known first, and whether a model on `cpu`, `cuda` or `mps` can have it."""
+    return {kind: availability(kind, device_type) for kind in get_args(CacheKind)}
+
+
+def availability(kind: CacheKind, device_type: str) -> Availability:
+    """See `available_kinds`."""
+    if kind == "fp8" and device_type == "mps":
+        return Availability("Apple's GPU has no eight-bit floating point.")
+    quantization = QUANTIZATIONS.get(kind)
+    backend = quantization.backend if quantization else None
+    if backend is None or _is_installed(backend):
+        return Availability()
+    return Availability(f"The package {backend.package} is not installed.", INSTALL_BACKENDS)
+
+
+def codec_for(settings: CacheSettings) -> RowCodec | None:
+    """What packs the rows of this kind; None for the dense one. Raises KindUnavailable."""
+    quantization = QUANTIZATIONS.get(settings.kind)
+    if quantization is None or quantization.backend is None:
+        return sized_codec(settings)
+    try:
+        fit = hqq_fit() if quantization.backend is HQQ else quanto_fit()
+    except Exception as error:  # a library that is there may still not load: built for another torch, say
+        raise KindUnavailable(
+            f"The cache kind {settings.kind} cannot be used because {quantization.backend.package} does not"
+            f" load ({error}); your chats are kept, choose another kind or run `{INSTALL_BACKENDS}`."
+        ) from error
+    return _affine(settings, quantization, fit)
+
+
+def sized_codec(settings: CacheSettings) -> RowCodec | None:
+    """As `codec_for` as far as sizes go, without needing any library."""
+    if settings.kind == "fp8":
+        return Fp8Codec()
+    quantization = QUANTIZATIONS.get(settings.kind)
+    return _affine(settings, quantization, quantization.fit) if quantization else None
+
+
+def num_tail_tokens(settings: CacheSettings) -> int:
+    """How many tokens may wait in full precision to be packed."""
+    quantization = QUANTIZATIONS.get(settings.kind)
+    return settings.chunk_tokens if quantization is not None and quantization.backend is not None else 0
+
+
+def parameters(settings: CacheSettings) -> str:
+    """The kind and everything that rows of it depend on, for a fingerprint."""
+    quantization = QUANTIZATIONS.get(settings.kind)
+    if quantization is None:
+        return settings.kind
+    words = [settings.kind, f"groups of {settings.group_size}"]
+    if quantization.rotated:
+        words.append("rotated")
+    if quantization.fit is least_error:
+        words.append("least error")
+    if quantization.backend is not None:
+        words += [f"chunks of {settings.chunk_tokens}", _version(quantization.backend)]
+    return ", ".join(words)
+
+
+def _affine(settings: CacheSettings, quantization: Quantization, fit: Fit) -> AffineCodec:
+    return AffineCodec(quantization.bits, settings.group_size, fit, rotated=quantization.rotated)
+
+
+def _is_installed(backend: Backend) -> bool:
+    try:
+        return find_spec(backend.module) is not None
+    except ModuleNotFoundError:  # the package around it is not there either
+        return False
+
+
+def _version(backend: Backend) -> str:
+    try:
+        return f"{backend.package} {version(backend.package)}"
+    except PackageNotFoundError:
+        return backend.package
