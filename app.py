@@ -147,6 +147,7 @@ def build_chats(options: Options, folder: DataFolder, opened: ExitStack) -> Chat
     from cache_store.database import Database
     from chat.chats import Chats
     from chat.disk import DiskCaches
+    from chat.layers.kinds import cache_fingerprint
     from chat.live_caches import LiveCaches
     from chat.model import load_model
     from chat.session import ChatSession
@@ -159,9 +160,10 @@ def build_chats(options: Options, folder: DataFolder, opened: ExitStack) -> Chat
     segments, saver, why_not_saved = open_saved_caches(options, folder, database)
 
     def load() -> ChatSession:
-        loaded = load_model(options.model, folder.models)
-        disk = DiskCaches(segments, saver, loaded.fingerprint) if segments and saver else None
-        return ChatSession(loaded, store, live, CacheSettings(), disk)
+        loaded, settings = load_model(options.model, folder.models), CacheSettings()
+        fingerprint = cache_fingerprint(loaded.fingerprint, settings)
+        disk = DiskCaches(segments, saver, fingerprint) if segments and saver else None
+        return ChatSession(loaded, store, live, settings, disk)
 
     worker = Worker(load, store)
     chats = Chats(

@@ -150,11 +150,6 @@ def fingerprint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sour
     )
 
 
-def cache_fingerprint(model_fields: Mapping[str, str], cache_parameters: str) -> Mapping[str, str]:
-    """A model's fingerprint, completed by what the kind of cache adds (`chat.layers.kinds.parameters`)."""
-    return MappingProxyType({**model_fields, "cache": cache_parameters})
-
-
 def _closing_token_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """The added token that the template writes right behind a reply, or None when it writes none."""
     rendered = _render(tokenizer, (_QUESTION, _REPLY), add_generation_prompt=False)

@@ -20,6 +20,7 @@ from cache_store.segments import Segments
 from chat.chats import Chats, ChatView
 from chat.disk import DiskCaches
 from chat.job import Job, JobView
+from chat.layers.kinds import cache_fingerprint
 from chat.live_caches import LiveCache, LiveCaches
 from chat.model import LoadedModel
 from chat.prompt import Prompt, PromptRenderer
@@ -116,7 +117,8 @@ class House:
         """What is saved, as this model sees it. Only with `max_disk_bytes`."""
         assert self.segments is not None
         assert self.saver is not None
-        return DiskCaches(self.segments, self.saver, self.loaded.fingerprint)
+        fingerprint = cache_fingerprint(self.loaded.fingerprint, self.settings)
+        return DiskCaches(self.segments, self.saver, fingerprint)
 
     # A person's verbs, waiting for the reply
 

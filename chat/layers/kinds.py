@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from types import MappingProxyType
 from typing import get_args
 
 from chat.errors import KindUnavailable
@@ -112,8 +113,13 @@ def num_tail_tokens(settings: CacheSettings) -> int:
     return settings.chunk_tokens if quantization is not None and quantization.backend is not None else 0
 
 
+def cache_fingerprint(model_fields: Mapping[str, str], settings: CacheSettings) -> Mapping[str, str]:
+    """What saved rows depend on: a model's own fingerprint, and the kind of cache."""
+    return MappingProxyType({**model_fields, "cache": parameters(settings)})
+
+
 def parameters(settings: CacheSettings) -> str:
-    """The kind and everything that rows of it depend on, for a fingerprint."""
+    """The kind and everything that rows of it depend on, in words."""
     quantization = QUANTIZATIONS.get(settings.kind)
     if quantization is None:
         return settings.kind
