@@ -14,6 +14,7 @@ import gradio as gr
 from cache_store.errors import NotFound, StaleView
 from chat.chats import Chats, ChatView
 from chat.errors import ContextFull, NothingToDo, QueueFull
+from ui.cache_panel import cache_panel
 from ui.drawing import Drawing, tab_of
 from ui.following import pictures
 from ui.login import owner_of
@@ -175,6 +176,11 @@ class Handlers:
             **self._draw.arrive(request, conversation.id, shown.limit),
             **self._draw.around(owner, search),
         }
+
+    @spoken
+    def caches(self, request: gr.Request) -> object:
+        """The drawer is open: what is kept of this owner's chats."""
+        return {self._parts.caches: cache_panel(self._chats.cache_tree(owner_of(request)))}
 
     @spoken
     def keep_sampling(self, *sampling: object) -> object:

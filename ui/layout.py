@@ -39,6 +39,8 @@ def lay_out(default_system_prompt: str) -> Parts:
         chat, marks, live, shown, box = _main()
     with gr.Column(elem_id="drawer"):
         system_prompt, save_prompt, sampling, reset_sampling = _drawer(default_system_prompt)
+        _fixed("<h2>Caches</h2>")
+        caches = painted("caches", "<section aria-label='Caches'></section>", asset("caches.js"))
     return Parts(
         box=box,
         chat=chat,
@@ -55,6 +57,7 @@ def lay_out(default_system_prompt: str) -> Parts:
         sampling=sampling,
         reset_sampling=reset_sampling,
         kept_sampling=kept_sampling,
+        caches=caches,
     )
 
 

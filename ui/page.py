@@ -69,10 +69,12 @@ def _wire(page: gr.Blocks, parts: Parts, do: Handlers) -> None:
     act(_custom(parts.marks, "earlier"), do.earlier, [shown], screen)
     act(_custom(parts.listing, "open"), do.open, [], screen)
     act(parts.new_chat.click, do.new_chat, [], screen)
-    act(_custom(parts.listing, "remove"), do.delete, [shown, search], screen)
+    removed = act(_custom(parts.listing, "remove"), do.delete, [shown, search], screen)
     act(parts.save_prompt.click, do.save_prompt, [parts.system_prompt, shown, search], screen)
 
     follow(_custom(parts.live, "silence"))
+    quick(_custom(parts.caches, "look"), do.caches, [], [parts.caches], trigger_mode="always_last")
+    quick(removed.then, do.caches, [], [parts.caches])
     quick(parts.box.stop, do.stop, [shown], [])
     quick(parts.search.change, do.find, [search], [parts.listing], trigger_mode="always_last")
     quick(_custom(parts.listing, "rename"), do.rename, [shown, search], [parts.listing, shown])

@@ -40,6 +40,7 @@ class Parts:
     sampling: tuple[Component, ...]
     reset_sampling: gr.Button
     kept_sampling: gr.BrowserState
+    caches: gr.HTML
 
     @property
     def screen(self) -> list[Component]:

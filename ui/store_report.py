@@ -28,6 +28,9 @@ _AFTER_DAMAGE = (
     "from the text again; the texts of all chats are safe."
 )
 
+_NAME_LENGTH = 40
+"""Characters of a model's name; some are hashes."""
+
 Models = Mapping[int, Mapping[str, str]]
 
 
@@ -120,7 +123,7 @@ def _tree_lines(nodes: Iterable[SegmentNode], models: Models, titles: Mapping[st
     for node in nodes:
         trees.setdefault((node.segment.owner, node.segment.fingerprint_id), {})[node.segment.id] = node
     for (owner, number), tree in trees.items():
-        made_with = (models[number].get(name, "") for name in ("model", "dtype"))
+        made_with = (models[number].get(name, "")[:_NAME_LENGTH] for name in ("model", "dtype"))
         yield _plain(f"{owner}: {' '.join(filter(None, made_with)) or 'an unknown model'}")
         for branch in branches_of(node.segment for node in tree.values()):
             indent = "  " * (branch.depth + 1)

@@ -13,6 +13,7 @@ import pytest
 from cache_store.database import DatabaseView
 from cache_store.errors import DatabaseDamaged, DataFolderBusy, DiskRefused, NothingThere
 from cache_store.folder import DataFolder
+from cache_store.migrations import STEPS
 from cache_store.records import Conversation, Link
 from tests.cache_store.kv_rows import FIELDS, Shelf
 from ui.option_parser import UsageError
@@ -300,7 +301,7 @@ def test_who_only_looks_neither_writes_nor_brings_an_old_database_up_to_date(she
     with pytest.raises(DiskRefused):
         view.execute("DELETE FROM segments")
     view.close()
-    shelf.database.execute("DELETE FROM _sqlite_migrations WHERE name = 'm002_segments'")
+    shelf.database.execute("DELETE FROM _sqlite_migrations WHERE name = ?", [STEPS[-1].__name__])
     with pytest.raises(DatabaseDamaged, match="older Keepwarm"):
         DatabaseView(shelf.database.path)
 
