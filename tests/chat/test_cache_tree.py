@@ -10,16 +10,23 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import chat.cache_tree
+import chat.chats
 from chat.cache_tree import CacheNode, ChatCaches, first_words, read_cache_tree
 from chat.divergence import num_common
 from chat.live_match import match_path
 from tests.cache_store.kv_rows import Shelf
 from tests.chat.passes import llama
-from tests.house import OWNER, House
+from tests.house import OWNER, PATIENCE_S, House
 from tests.tiny_models import tiny_llama, tiny_model
 
 DISK = 10**9
 PATHS = st.lists(st.integers(0, 2), min_size=1, max_size=12).map(tuple)
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine may take its time to save."""
+    monkeypatch.setattr(chat.chats, "SAVING_PATIENCE_S", PATIENCE_S)
 
 
 @pytest.fixture
@@ -38,9 +45,11 @@ def nodes_of(chat: ChatCaches) -> list[CacheNode]:
     return [node for branch in chat.branches for node in branch.nodes]
 
 
-def prune(house: House, to_bytes: int = 0) -> None:
+def evict_all(house: House) -> None:
+    """Once what is on its way to the disk has arrived there."""
     assert house.segments is not None
-    house.segments.prune(to_bytes)
+    house.chats.cache_tree(OWNER)
+    house.segments.prune(0)
 
 
 def is_live(node: CacheNode) -> bool:
@@ -73,7 +82,7 @@ def test_a_chat_is_one_branch_of_what_was_said_in_memory_and_on_disk(house: Hous
 
 def test_after_a_restart_it_is_on_disk_only_and_after_a_prune_nowhere(house: House) -> None:
     house.say("Hi")
-    prune(house)
+    evict_all(house)
     assert all(is_live(node) and node.was_evicted and not node.nbytes for node in nodes_of(only_chat(house)))
     house.restart()
     nodes = nodes_of(only_chat(house))
