@@ -117,7 +117,10 @@ def start_turn(
         raise
     num_cached = len(found.cache)
     num_again = 0 if past.extends else max(0, min(num_old, limit) - num_cached)
-    reasons = _why_fresh(origin, path, prompt, num_cached, num_cached + num_again)
+    if origin.regenerated and num_old >= len(prompt) and num_cached + num_again == limit:
+        reasons: dict[Reason, int] = {"boundary": 1}
+    else:
+        reasons = _why_fresh(origin, path, prompt, num_cached + num_again)
     if num_again:
         why = "damaged" if found.num_damaged_files else "evicted" if found.is_evicted else past.again
         reasons[why] = reasons.get(why, 0) + num_again
@@ -164,7 +167,7 @@ def _beginning(
     usable_ids = prompt.token_ids[:-1]
     chain = _saved_beginning(places, conversation, usable_ids, own, wait=own < num_old)
     num_files = lent.num_damaged_files if lent else 0
-    other, shared = _longer_beginning(places, conversation, prompt, max(own, chain.num_tokens))
+    other, shared = _longer_beginning(places, conversation, prompt, max(own + 1, chain.num_tokens))
     if other is not None:
         lent = None  # given up before its successor is allocated
         cache = other.copy_prefix(shared, len(prompt))
@@ -204,12 +207,12 @@ def _saved_beginning(
 
 
 def _longer_beginning(
-    places: Places, conversation: Conversation, prompt: Prompt, known: int
+    places: Places, conversation: Conversation, prompt: Prompt, least: int
 ) -> tuple[KVCache | None, int]:
-    """Another of the owner's caches that shares a longer beginning with the prompt than the `known` one, if
+    """Another of the owner's caches that shares a beginning of at least `least` tokens with the prompt, if
     a copy fits the budget beside it; and how long that beginning is."""
     other, shared = places.live.longest_prefix(conversation.owner, prompt.token_ids[:-1])
-    if other is None or shared <= known:
+    if other is None or shared < least:
         return None, 0
     try:
         needed = places.new_cache().nbytes_for(len(prompt))
@@ -227,12 +230,8 @@ def num_computed_before(path: Sequence[Message]) -> int:
     return 0
 
 
-def _why_fresh(
-    origin: Origin, path: Sequence[Message], prompt: Prompt, num_cached: int, start: int
-) -> dict[Reason, int]:
+def _why_fresh(origin: Origin, path: Sequence[Message], prompt: Prompt, start: int) -> dict[Reason, int]:
     """Why the tokens from `start` on are read, which no earlier turn had read."""
-    if origin.regenerated and num_cached == len(prompt) - 1:
-        return {"boundary": 1}
     end = len(prompt) if origin.replaced else _num_edited(path, prompt)
     num_edited = max(0, end - start)
     reasons: dict[Reason, int] = {"edited": num_edited, "new": len(prompt) - start - num_edited}

@@ -255,6 +255,8 @@ class ChatSession:
     ) -> int:
         """Prompt tokens that earlier turns computed and kept, on this path or, before an edit, beside it."""
         on_path, beside = num_computed_before(path), origin.num_read_before
+        if prompt.reply_spans:
+            on_path = min(on_path, prompt.reply_spans[-1][1])  # what is behind was never asked before
         if origin.replaced:
             old = self._renderer.render(origin.replaced, system_prompt)
             beside = min(beside, num_common(old.token_ids, prompt.token_ids))

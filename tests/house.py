@@ -143,6 +143,11 @@ class House:
     ) -> ChatView:
         return self.finish(self.chats.edit(owner, message_id, text, sampling))
 
+    def continue_reply(
+        self, message_id: str, sampling: SamplingSettings = GREEDY, owner: str = OWNER
+    ) -> ChatView:
+        return self.finish(self.chats.continue_reply(owner, message_id, sampling))
+
     def finish(self, job: Job) -> ChatView:
         job.wait_until_ended(PATIENCE_S)
         return self.chats.view(job.owner, job.conversation_id)
