@@ -10,6 +10,8 @@ from playwright.sync_api import Locator, Page, expect
 IS_OPEN = "() => window.keepwarm && 'limit' in window.keepwarm.shown"
 """The page knows which chat it shows."""
 
+STOP_MS = 20_000
+
 ENDED = re.compile("done|stopped|failed")
 
 
@@ -28,6 +30,7 @@ class ChatPage:
         self.replies = page.locator("#chat .bot-row")
         self.last_reply = self.replies.last
         self.words = self.last_reply.locator("[data-testid=bot] .prose")
+        self.waiting = page.locator("#chat .kw-live")
         self.stats = page.locator("#chat .kw-stats summary")
         self.notes = page.locator("#chat .kw-note")
         self.versions = page.locator("#chat .kw-versions")
@@ -47,6 +50,22 @@ class ChatPage:
     def wait_until_open(self) -> ChatPage:
         self.page.wait_for_function(IS_OPEN)
         return self
+
+    def another(self) -> ChatPage:
+        """One more tab of the same browser."""
+        return ChatPage(self.page.context.new_page(), self.address)
+
+    def mark(self) -> None:
+        """Mark the page that stands there now, to see whether it is loaded again."""
+        self.page.evaluate("() => { window.stoodBefore = true; }")
+
+    def wait_until_loaded_again(self) -> ChatPage:
+        """The page loads itself when it had lost the server."""
+        self.page.wait_for_function("() => !window.stoodBefore")
+        return self.wait_until_open()
+
+    def is_marked(self) -> bool:
+        return self.page.evaluate("() => Boolean(window.stoodBefore)")
 
     @property
     def chat_id(self) -> str | None:
@@ -74,6 +93,12 @@ class ChatPage:
         """Wait until the last reply has ended, however it ended."""
         expect(self.last_reply).to_have_attribute("data-status", ENDED)
         expect(self.stop_button).to_be_hidden()
+
+    def stop_if_writing(self) -> None:
+        """End the reply that is shown on its way, if there is one."""
+        if self.stop_button.is_visible():
+            self.stop_button.click(timeout=STOP_MS)
+            expect(self.stop_button).to_be_hidden(timeout=STOP_MS)
 
     def wait_for_status(self, status: str) -> None:
         expect(self.last_reply).to_have_attribute("data-status", status)

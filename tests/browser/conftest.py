@@ -61,13 +61,17 @@ def all_profiles(browser: Browser, app: RunningApp) -> Iterator[Profiles]:
 
 
 @pytest.fixture
-def profiles(all_profiles: Profiles, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Profiles]:
-    """To make more profiles within a test. Its end closes the tabs of all of them and checks their watch."""
+def profiles(
+    all_profiles: Profiles, app: RunningApp, request: pytest.FixtureRequest, tmp_path: Path
+) -> Iterator[Profiles]:
+    """To make more profiles within a test. Its end closes the tabs of all of them and checks their watch; a
+    test that failed leaves nothing behind that would make the next one fail."""
     yield all_profiles
     if request.node.stash.get(FAILED, False):
         all_profiles.take_pictures(tmp_path)
-    all_profiles.close_tabs()
-    all_profiles.check()
+    if not app.is_running:
+        app.start()
+    all_profiles.end_test()
 
 
 @pytest.fixture

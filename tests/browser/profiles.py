@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from playwright.sync_api import Browser, BrowserContext, expect
+from playwright.sync_api import Error as PlaywrightError
 
 from tests.browser.chat_page import ChatPage
-from tests.browser.watch import Watch
+from tests.browser.watch import OUTAGE, Watch
 
 KEPT = "() => localStorage.getItem('keepwarm.sampling')"
 """What the browser keeps of the sampling fields; written anew, and differently, at every change."""
@@ -33,14 +34,17 @@ class Profile:
         state = json.dumps(self.context.storage_state())
         return json.loads(state.replace(json.dumps(self.address), json.dumps(address)))
 
-    def close_tabs(self) -> None:
-        """Stop the replies that are still shown being written, and close every tab."""
+    def close_tabs(self) -> list[str]:
+        """Stop the replies that are still shown being written, and close every tab, whatever happens. The
+        addresses of tabs whose reply did not stop."""
+        stuck: list[str] = []
         for page in self.context.pages:
-            stop = ChatPage(page, self.address).stop_button
-            if stop.is_visible():
-                stop.click()
-                expect(stop).to_be_hidden()
+            try:
+                ChatPage(page, self.address).stop_if_writing()
+            except (AssertionError, PlaywrightError):
+                stuck.append(page.url)
             page.close()
+        return stuck
 
 
 class Profiles:
@@ -54,7 +58,7 @@ class Profiles:
         self._by_length: dict[int, Profile] = {}
 
     def new(self, address: str = "", **options: Any) -> Profile:
-        """A fresh browser that has never been here."""
+        """A fresh browser that has never been here, for this test."""
         profile = Profile(self._browser, address or self._address, **options)
         profile.context.set_default_timeout(self._patience_ms)
         self._all.append(profile)
@@ -68,19 +72,22 @@ class Profiles:
             self._by_length[num_tokens] = profile
         return self._by_length[num_tokens]
 
-    def close_tabs(self) -> None:
-        for profile in self._all:
-            profile.close_tabs()
-
     def server_goes_away(self) -> None:
         """Until the end of this test, a browser may say that it does not reach the server."""
         for profile in self._all:
-            profile.watch.server_was_away = True
+            profile.watch.expect_complaints(*OUTAGE)
 
-    def check(self) -> None:
-        """Fail on what no test may cause. See `Watch`."""
-        for profile in self._all:
-            profile.watch.check()
+    def end_test(self) -> None:
+        """Close every tab and every profile that was made for this test, and fail then on what no test may
+        cause: a reply that could not be stopped, and what `Watch` names."""
+        faults: list[object] = []
+        for profile in list(self._all):
+            faults += profile.close_tabs()
+            faults += profile.watch.faults()
+            if profile not in self._by_length.values():
+                profile.context.close()
+                self._all.remove(profile)
+        assert not faults, f"tabs that are stuck, requests elsewhere, dialogs, console: {faults}"
 
     def take_pictures(self, folder: Path) -> None:
         pages = [page for profile in self._all for page in profile.context.pages]

@@ -43,6 +43,10 @@ class RunningApp:
         self.address = self._read_address(self._process)
         self._port = int(self.address.rpartition(":")[2])
 
+    @property
+    def is_running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
     def stop(self) -> None:
         """As Ctrl-C does. Raises when the app does not end well."""
         process = self._end(kill=False)
@@ -78,6 +82,7 @@ class RunningApp:
                     return line.removeprefix(ADDRESS_SENTENCE).strip()
         finally:
             too_late.cancel()
+        process.stdout.close()
         raise RuntimeError(f"the app did not start, code {process.wait()}: {self.log}")
 
     def _end(self, *, kill: bool) -> subprocess.Popen[str]:

@@ -11,7 +11,8 @@ from tests.browser.chat_page import ChatPage
 A_LONG_STORY = "Write a very long story about a lighthouse keeper and her dog."
 
 STATS_LINE = re.compile(
-    r"^(\d+ tokens remembered, )?\d+ (tokens )?read, first word in [\d.]+ s · [\d.]+ tok/s$"
+    r"^(\d+ tokens remembered( \(\d+ from disk\))?, )?"
+    r"\d+ (tokens )?read, first word in [\d.]+ s · [\d.]+ tok/s$"
 )
 """A first message may find the template's own beginning in another chat's cache."""
 

@@ -23,14 +23,14 @@ OUTAGE = ("net::ERR_", "Failed to fetch", "network error")
 
 
 class Watch:
-    """Listens to every page of a context. `check` fails on anything that must not happen."""
+    """Listens to every page of a context. `faults` names what must not happen."""
 
     def __init__(self, context: BrowserContext) -> None:
         self._requested: list[Request] = []
         self._blocked: list[Request] = []
         self._complaints: list[str] = []
         self._dialogs: list[str] = []
-        self.server_was_away = False
+        self._harmless: tuple[str, ...] = HARMLESS
         context.on("request", self._on_request)
         context.on("requestfailed", self._on_failed)
         context.on("console", self._on_console)
@@ -43,17 +43,20 @@ class Watch:
         web = [request.url for request in sent if request.url.startswith(("http", "ws"))]
         return [url for url in web if urlsplit(url).hostname != OURS]
 
-    def check(self) -> None:
-        """No request elsewhere, no dialog, no error in the console; then forget what was seen."""
+    def expect_complaints(self, *words: str) -> None:
+        """Until the end of this test, the console may say these."""
+        self._harmless += words
+
+    def faults(self) -> list[str]:
+        """Requests elsewhere, dialogs and errors in the console since the last time this was asked."""
         complaints = [text for text in self._complaints if not self._is_expected(text)]
-        seen = self.requests_elsewhere(), self._dialogs, complaints
+        seen = [*self.requests_elsewhere(), *self._dialogs, *complaints]
         self._requested, self._blocked, self._complaints, self._dialogs = [], [], [], []
-        self.server_was_away = False
-        assert seen == ([], [], []), f"requests elsewhere, dialogs, console: {seen}"
+        self._harmless = HARMLESS
+        return seen
 
     def _is_expected(self, complaint: str) -> bool:
-        expected = HARMLESS + OUTAGE if self.server_was_away else HARMLESS
-        return any(words in complaint for words in expected)
+        return any(words in complaint for words in self._harmless)
 
     def _on_request(self, request: Request) -> None:
         self._requested.append(request)
