@@ -100,18 +100,6 @@ def test_a_stopped_reply_goes_on(house: House, passes: Passes) -> None:
     check_goes_on(house, shorter, house.continue_reply(shorter.id))
 
 
-def test_a_reply_that_is_being_written_is_stopped_and_goes_on(house: House, passes: Passes) -> None:
-    hold = passes.hold(5)
-    job = held_reply(house, hold, "Hi", max_new_tokens=50)
-    passes.plan(hold.release)
-    house.chats.stop(OWNER, job.conversation_id)
-    hold.release()
-    longer = house.chats.continue_reply(OWNER, job.reply_id, sampling())
-    shorter = house.store.message(OWNER, job.reply_id)
-    assert shorter.status == "stopped"
-    check_goes_on(house, shorter, house.finish(longer))
-
-
 @pytest.mark.parametrize("ids", [(), tuple(encode("Yes"))])
 def test_a_reply_that_came_to_its_end_has_nothing_to_continue(house: House, ids: tuple[int, ...]) -> None:
     with dictated(*ids, END):
