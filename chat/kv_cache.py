@@ -188,10 +188,10 @@ class KVCache:
         other = KVCache(self._model, settings)
         other.reserve(max(room_for, len(self)))
         for source, target in zip(self._rows, other._rows, strict=True):
-            if isinstance(source, GrowingLayer) and source.keys is not None and source.values is not None:
-                target.append(source.keys, source.values)
-            else:
+            if type(source) is type(target):
                 target.copy_from(source, source.num_tokens)
+            elif source.keys is not None and source.values is not None:
+                target.append(source.keys, source.values)
         for source, target in zip(self._cache.layers, other._cache.layers, strict=True):
             if has_state(source) and self._token_ids:
                 put_back(target, state_of(source), len(self))
