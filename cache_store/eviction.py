@@ -8,7 +8,7 @@ the last child goes, its parent becomes a leaf. A clock that was set back makes 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from cache_store import segment_tree as tree
@@ -26,6 +26,7 @@ class _Node:
     id: str
     parent_id: str | None
     file: str
+    checksum: str
     nbytes: int
     seconds: float
     last_used_at: float
@@ -49,20 +50,26 @@ def evict(
         return 0
     folder.empty_quarantine()
     victims = _enough(database, folder.nbytes - max_bytes, pinned, now)
-    failure: DiskRefused | None = None
-    num_evicted = 0
-    with database.transaction():
+    with database.transaction():  # before the files: a crash leaves files without rows, never the reverse
         for victim in victims:
-            try:
-                folder.remove(victim.file)
-            except DiskRefused as exc:
-                failure = exc  # raised below: what was removed before must be recorded
-                break
             tree.bury(database, victim.id)
-            num_evicted += 1
-    if failure is not None:
-        raise failure
-    return num_evicted
+    for number, victim in enumerate(victims):
+        try:
+            folder.remove(victim.file)
+        except DiskRefused:  # noqa: PERF203 - the first one ends it
+            _dig_up(database, victims[number:])
+            raise
+    return len(victims)
+
+
+def _dig_up(database: Database, nodes: Iterable[_Node]) -> None:
+    """Take back what was said of nodes whose files are still there, and of all that they hang from."""
+    with database.transaction():
+        for node in nodes:
+            database.execute(
+                "UPDATE segments SET state = 'stored', file = ?, checksum = ?, nbytes = ? WHERE id = ?",
+                [node.file, node.checksum, node.nbytes, node.id],
+            )
 
 
 def _enough(database: Database, num_bytes: int, pinned: Collection[str], now: float) -> list[_Node]:
@@ -102,7 +109,8 @@ def _by_worth(nodes: dict[str, _Node], pinned: Collection[str], now: float) -> I
 def _nodes(database: Database) -> dict[str, _Node]:
     """All stored segments. Children stand before their parents, whose last use they pass on."""
     rows = database.rows(
-        "SELECT id, parent_id, state, file, nbytes, seconds, last_used_at FROM segments ORDER BY start DESC"
+        "SELECT id, parent_id, state, file, checksum, nbytes, seconds, last_used_at FROM segments "
+        "ORDER BY start DESC"
     )
     newest = {row["id"]: row["last_used_at"] for row in rows}
     num_children: dict[str | None, int] = {}
@@ -117,6 +125,7 @@ def _nodes(database: Database) -> dict[str, _Node]:
             id=row["id"],
             parent_id=row["parent_id"],
             file=row["file"],
+            checksum=row["checksum"],
             nbytes=row["nbytes"],
             seconds=row["seconds"],
             last_used_at=newest[row["id"]],
