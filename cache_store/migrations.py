@@ -141,7 +141,16 @@ def m003_undone(db: sqlite_utils.Database) -> None:
     )
 
 
-STEPS = (m001_transcripts, m002_segments, m003_undone)
+def m004_damage(db: sqlite_utils.Database) -> None:
+    """An evicted segment remembers whether its file was given up or was found damaged or gone."""
+    db.executescript(
+        """
+        ALTER TABLE segments ADD COLUMN is_damaged INTEGER NOT NULL DEFAULT 0 CHECK (is_damaged IN (0, 1));
+        """
+    )
+
+
+STEPS = (m001_transcripts, m002_segments, m003_undone, m004_damage)
 
 MIGRATIONS = sqlite_utils.Migrations("keepwarm")
 for _step in STEPS:

@@ -102,7 +102,8 @@ class Segment:
 
     `parent.start < start <= parent.end`: a child may hang in the middle of its parent. Then the parent's
     rows from `start` on belong to another path. `seconds` is what it took to compute the rows. `nbytes` is
-    the size of the file, 0 when it was evicted. Times are seconds since the epoch.
+    the size of the file, 0 when it was evicted. `is_damaged`: it was evicted because its file was damaged or
+    gone. Times are seconds since the epoch.
     """
 
     id: str
@@ -118,6 +119,7 @@ class Segment:
     seconds: float
     created_at: float
     last_used_at: float
+    is_damaged: bool = False
 
     @property
     def end(self) -> int:
@@ -142,11 +144,12 @@ class Link:
 class Chain:
     """The longest stored beginning of a path, from its first token; may be empty.
 
-    `evicted`: the path went on, but the file of its next segment is gone.
+    `evicted`: the path went on, but the file of its next segment is gone; `damaged`: against our will.
     """
 
     links: tuple[Link, ...]
     evicted: bool
+    damaged: bool = False
 
     @property
     def num_tokens(self) -> int:

@@ -27,7 +27,7 @@ GONE = "A cached beginning was evicted or deleted meanwhile; the chat is safe; i
 
 COLUMNS = (
     "id, owner, fingerprint_id, parent_id, start, num_tokens, state, file, nbytes, checksum, seconds, "
-    "created_at, last_used_at"
+    "created_at, last_used_at, is_damaged"
 )
 """All but the token ids."""
 
@@ -110,6 +110,7 @@ def segment_from_row(row: Mapping[str, Any]) -> Segment:
         seconds=row["seconds"],
         created_at=row["created_at"],
         last_used_at=row["last_used_at"],
+        is_damaged=bool(row["is_damaged"]),
     )
 
 
@@ -143,16 +144,17 @@ def longest(database: Database, owner: str, fingerprint_id: int, ids: bytes) -> 
     whole, one more for each that fits in part and for each place where something else could go on."""
     links: list[Link] = []
     place = Place(owner, fingerprint_id, None, 0)
-    evicted = False
+    evicted = damaged = False
     while 4 * place.start < len(ids):
         start = 4 * place.start
         first = child(database, place, ids[start : start + 4])
         if first is None or first.state == "evicted":
             evicted = first is not None
+            damaged = first is not None and first.is_damaged
             break
         links += _whole_links(database, first, ids)
         place = Place(owner, fingerprint_id, links[-1].segment.id, links[-1].end)
-    return Chain(tuple(links), evicted)
+    return Chain(tuple(links), evicted, damaged)
 
 
 def num_common(ids: bytes, others: bytes) -> int:
@@ -192,7 +194,7 @@ def revive(
     """A segment has a file now, or again, or another one; the segment as it is then."""
     database.execute(
         "UPDATE segments SET state = 'stored', file = ?, nbytes = ?, checksum = ?, seconds = ?, "
-        "last_used_at = ? WHERE id = ?",
+        "last_used_at = ?, is_damaged = 0 WHERE id = ?",
         [file, facts.nbytes, facts.checksum, seconds, now, segment_id],
     )
     row = database.row(_SEGMENT, [segment_id])
@@ -243,6 +245,13 @@ def bury(database: Database, segment_id: str) -> list[str]:
     stored = database.rows(_STORED_BELOW, [segment_id])
     database.execute(_BURY, [segment_id])
     return [str(row["file"]) for row in stored]
+
+
+def bury_damaged(database: Database, segment_id: str) -> list[str]:
+    """As `bury`, for a segment whose file is damaged or gone; look-ups that end at it will say so."""
+    files = bury(database, segment_id)
+    database.execute("UPDATE segments SET is_damaged = 1 WHERE id = ?", [segment_id])
+    return files
 
 
 def record_use(database: Database, conversation_id: str, link: Link, now: float) -> int:

@@ -34,12 +34,13 @@ class SegmentUpkeep(SegmentInspection):
 
     def set_aside(self, segment: Segment, why: str) -> None:
         """Never read this segment's file again: it goes to the quarantine, and the segment and all below
-        it count as evicted. Nothing happens when that was done before."""
+        it count as evicted, and it as damaged. Nothing happens when that was done before."""
         with self._writing:
             if segment.file is None or not self._is_current(segment):
                 return
             log.warning("The cache file %s is damaged (%s); it was set aside.", segment.file, why)
-            files = tree.bury(self._database, segment.id)
+            with self._database.transaction():
+                files = tree.bury_damaged(self._database, segment.id)
             try:
                 self._folder.set_aside(segment.file)
                 self._remove(file for file in files if file != segment.file)
@@ -85,9 +86,9 @@ class SegmentUpkeep(SegmentInspection):
     def sweep(self) -> SweepReport:
         """Bring tree and folder into agreement after whatever happened. Call it once at the start.
 
-        Removes half-written files and files without a row; a segment whose file is missing, and all below
-        it, counts as evicted; one whose file has another size is set aside. Then forgets what no chat needs
-        and evicts what exceeds the limit. Raises DiskRefused.
+        Removes half-written files and files without a row; a segment whose file is missing counts as
+        damaged, and all below it as evicted; one whose file has another size is set aside. Then forgets what
+        no chat needs and evicts what exceeds the limit. Raises DiskRefused.
         """
         with self._writing:
             stored = {segment.file: segment for segment in self._stored() if segment.file is not None}
@@ -95,7 +96,9 @@ class SegmentUpkeep(SegmentInspection):
             for file in left.misshapen:
                 self.set_aside(stored[file], "its size is not what was written")
             for file in left.missing:
-                self._remove(tree.bury(self._database, stored[file].id))
+                with self._database.transaction():
+                    files = tree.bury_damaged(self._database, stored[file].id)
+                self._remove(files)
             now = self._clock()
             self._database.execute(  # the clock was ahead once: such rows would seem new for ever
                 "UPDATE segments SET last_used_at = ? WHERE last_used_at > ?", [now, now]

@@ -89,6 +89,7 @@ class _Beginning:
     num_saved: int
     num_damaged_files: int
     is_evicted: bool
+    is_damaged: bool
 
 
 def start_turn(
@@ -121,8 +122,10 @@ def start_turn(
         reasons: dict[Reason, int] = {"boundary": 1}
     else:
         reasons = _why_fresh(origin, path, prompt, num_cached + num_again)
+    num_damaged_files = found.num_damaged_files
     if num_again:
-        why = "damaged" if found.num_damaged_files else "evicted" if found.is_evicted else past.again
+        num_damaged_files = max(num_damaged_files, int(found.is_damaged))
+        why = "damaged" if num_damaged_files else "evicted" if found.is_evicted else past.again
         reasons[why] = reasons.get(why, 0) + num_again
     return Start(
         found.cache,
@@ -132,7 +135,7 @@ def start_turn(
         reasons,
         divergence_of(past.token_ids, prompt.token_ids, places.decode) if reasons.keys() - ONLY_NEW else None,
         past.changed_setting if reasons.get("fingerprint") else "",
-        found.num_damaged_files,
+        num_damaged_files,
     )
 
 
@@ -183,7 +186,7 @@ def _beginning(
         num_live = 0 if loaded.cache is not cache else min(num_live, loaded.num_kept)
         cache, num_files = loaded.cache, num_files + loaded.num_damaged_files
     num_saved = max(num_saved, min(chain.num_tokens, len(cache)))
-    return _Beginning(cache, num_live, num_saved, num_files, chain.evicted)
+    return _Beginning(cache, num_live, num_saved, num_files, chain.evicted, chain.damaged)
 
 
 def num_remembered(places: Places, conversation: Conversation, prompt: Prompt) -> int:

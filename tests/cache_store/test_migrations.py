@@ -21,6 +21,7 @@ RELEASED = {
     "m001_transcripts": "b2ed815b7b1b4e01",
     "m002_segments": "59864124ecbbbb34",
     "m003_undone": "f05fd6131e833b5c",
+    "m004_damage": "b2985ed72b3cb331",
 }
 
 

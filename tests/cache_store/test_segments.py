@@ -651,10 +651,13 @@ def test_a_damaged_file_is_set_aside_and_the_path_can_be_stored_again(
         (record,) = caplog.records
         assert damaged.value.why in record.getMessage()
     assert shelf.find((1, 2, 3, 4, 5)).evicted
+    assert shelf.find((1, 2, 3, 4, 5)).damaged
     assert shelf.check_read((1, 2, 3, 4, 5)) == 2
     assert shelf.check_read((7, 8)) == 2
     shelf.say(chat, (1, 2, 3, 4, 5))
     assert shelf.check_read((1, 2, 3, 4, 5)) == 5
+    shelf.segments.prune(0)
+    assert not shelf.find((1, 2, 3, 4, 5)).damaged
     (shelf.kv / "elsewhere").unlink(missing_ok=True)
     shelf.check()
 
@@ -714,7 +717,7 @@ def test_the_start_removes_leftovers_and_leaves_everything_else_alone(
     assert shelf.files() == {shelf.file_of(kept).name, "notes.txt"}
     (shelf.kv / "notes.txt").unlink()
     shelf.check()
-    assert shelf.find((1, 2, 3, 4)) == Chain((Link(shelf.find((1, 2)).links[0].segment, 2),), True)
+    assert shelf.find((1, 2, 3, 4)) == Chain((Link(shelf.find((1, 2)).links[0].segment, 2),), True, True)
 
 
 def test_an_import_into_the_folder_is_not_read(shelf: Shelf, chat: Conversation) -> None:
