@@ -88,6 +88,12 @@ class SegmentInspection:
         """
         return (check for check in map(self._check, self._stored()) if check is not None)
 
+    def damage_of(self, segment: Segment) -> str | None:
+        """What is wrong with this segment's file, all of which is read; None when it is as it was written, or
+        gone meanwhile. Raises DiskRefused."""
+        check = self._check(segment)
+        return None if check is None else check.damage
+
     def list(self, owner: str | None = None) -> NodeList:
         """All segments of one owner or of everybody, parents before their children."""
         rows = self._database.rows(_NODES, {"owner": owner})

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from cache_store.errors import SegmentDamaged, SegmentGone, StoreError
+from cache_store.errors import DiskRefused, SegmentDamaged, SegmentGone, StoreError
 from cache_store.records import Chain, Link
 from cache_store.segments import Segments
 from chat.errors import CacheMismatch
@@ -22,7 +22,7 @@ from chat.saver import NewRows, Saver
 
 log = logging.getLogger(__name__)
 
-Obstacle = Literal["damaged", "no state"]
+Obstacle = Literal["damaged", "unreadable", "no state"]
 
 NOTHING = Chain((), False)
 PATIENCE_S = 5.0
@@ -32,11 +32,10 @@ PATIENCE_S = 5.0
 @dataclass(frozen=True, slots=True)
 class Loaded:
     """What came of loading: the cache to go on with, how many tokens of the given one it still has from
-    before, tokens lost to damaged files, and how many of these there were."""
+    before, and how many damaged files stood in the way."""
 
     cache: KVCache
     num_kept: int
-    num_damaged: int
     num_damaged_files: int
 
 
@@ -75,25 +74,35 @@ class DiskCaches:
     ) -> Loaded:
         """Bring `cache`, which holds some beginning of `token_ids`, as far along `chain` as files allow.
 
-        A cache with states is put back, fresh, at the newest end of a segment whose state is there.
+        A cache with states is put back, fresh, at the newest end of a segment whose state is there; the given
+        one is returned as it was when no such end lies behind its own. A file that the system does not let
+        us read counts as damaged, but is left where it is.
         """
-        wanted, num_damaged, num_files, num_kept = chain.num_tokens, 0, 0, len(cache)
+        given, wanted, num_kept = cache, token_ids[: chain.num_tokens], len(cache)
+        num_damaged, is_refused = 0, False
         while chain.links:
             owner = chain.links[0].segment.owner
-            if not cache.has_rows():
-                cache, chain = new_cache(), states_at_ends(chain)
+            if not given.has_rows():
+                chain = states_at_ends(chain)
+                if chain.num_tokens <= len(given):
+                    break
+                cache = new_cache()
             missing = [link for link in chain.links if link.end > len(cache)]
-            num_kept = min(num_kept, *(link.segment.start for link in missing), len(cache))
+            if cache is given:
+                num_kept = min(num_kept, *(link.segment.start for link in missing), len(cache))
             outcome = self._load_links(cache, missing, token_ids)
             if outcome is None:
                 self._use(conversation_id, chain)
-                return Loaded(cache, num_kept, num_damaged, num_files)
-            if outcome == "no state":
-                chain = Chain(chain.links[:-1], chain.evicted)
+                return Loaded(cache, num_kept, num_damaged + is_refused)
+            if not len(given):
+                given = cache = new_cache()  # it may have taken its shape from a header that lies
+            if outcome == "damaged":
+                num_damaged += 1
+                chain = self.find(owner, conversation_id, wanted, wait=False)
             else:
-                chain = self.find(owner, conversation_id, token_ids[:wanted], wait=False)
-                num_damaged, num_files = wanted - chain.num_tokens, num_files + 1
-        return Loaded(cache if cache.has_rows() else new_cache(), num_kept, num_damaged, num_files)
+                is_refused = is_refused or outcome == "unreadable"
+                chain = replace(chain, links=chain.links[:-1])
+        return Loaded(given, num_kept, num_damaged + is_refused)
 
     def save(self, rows: NewRows) -> bool:
         """Queue new rows; False when they were not taken and should be offered again."""
@@ -167,9 +176,18 @@ class DiskCaches:
             return "damaged"
         except SegmentGone:
             return "damaged"
+        except DiskRefused as refusal:
+            log.warning("%s", refusal)
+            return "unreadable"
         except CacheMismatch as mismatch:
             log.info("no state at the end of a saved segment: %s", mismatch)
             return "no state"
+        except Exception:  # what a header says is used before the whole file was seen
+            damage = self._segments.damage_of(link.segment)
+            if damage is None:
+                raise
+            self._segments.set_aside(link.segment, damage)
+            return "damaged"
         return None
 
     def _use(self, conversation_id: str, chain: Chain) -> None:
@@ -187,4 +205,4 @@ def states_at_ends(chain: Chain) -> Chain:
     links = chain.links
     if links and links[-1].num_rows < links[-1].segment.num_tokens:
         links = links[:-1]
-    return Chain(links, chain.evicted)
+    return replace(chain, links=links)
