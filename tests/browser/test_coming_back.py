@@ -7,32 +7,31 @@ import re
 from playwright.sync_api import expect
 
 from tests.browser.chat_page import ChatPage
+from tests.browser.conftest import FEW_TOKENS
 from tests.browser.gate import Gate
 from tests.browser.profiles import Profiles
 from tests.browser.running_app import RunningApp
 
 A_LONG_STORY = "Write a very long story about a lighthouse keeper and her dog."
 ENDED_BY_ITSELF = "Stopped at the limit of new tokens"
-SOME_TOKENS = 160
-"""Enough to be in the middle of a reply after a reload, and soon over."""
 
 
-def test_a_reload_in_mid_reply_follows_it_to_its_end(profiles: Profiles) -> None:
-    tab = profiles.with_replies_of(SOME_TOKENS).tab().open()
-    tab.send(A_LONG_STORY)
-    chat, seen = tab.chat_id, tab.wait_for_words()
-    tab.reload()
-    assert tab.chat_id == chat
-    tab.wait_for_status("running")
-    assert tab.wait_for_words().startswith(seen)
-    expect(tab.stop_button).to_be_visible()
-
-    tab.wait_for_reply()
-    expect(tab.notes).to_have_text(ENDED_BY_ITSELF)
-    followed = tab.words.inner_text()
-    tab.reload()
-    expect(tab.notes).to_have_text(ENDED_BY_ITSELF)
-    assert tab.words.inner_text() == followed
+def test_a_reload_in_mid_reply_follows_it_on(slow_tab: ChatPage) -> None:
+    slow_tab.send(A_LONG_STORY)
+    chat, seen = slow_tab.chat_id, slow_tab.wait_for_words()
+    slow_tab.reload()
+    assert slow_tab.chat_id == chat
+    slow_tab.wait_for_status("running")
+    after_reload = slow_tab.wait_for_words()
+    assert after_reload.startswith(seen)
+    expect(slow_tab.words).not_to_have_text(after_reload)
+    slow_tab.stop_button.click()
+    slow_tab.wait_for_status("stopped")
+    followed = slow_tab.words.inner_text()
+    assert followed.startswith(after_reload)
+    slow_tab.reload()
+    expect(slow_tab.notes).to_have_text("Stopped")
+    assert slow_tab.words.inner_text() == followed
 
 
 def test_a_reply_is_written_to_its_end_although_the_tab_was_closed(tab: ChatPage, profiles: Profiles) -> None:
@@ -97,7 +96,7 @@ def test_after_a_kill_in_mid_reply_nothing_is_lost_and_the_chat_goes_on(
     assert slow_tab.words.inner_text().startswith(seen)
     expect(slow_tab.titles).to_have_text([re.compile("^Write a very long story"), *titles])
 
-    tab = profiles.with_replies_of(8).tab().open(chat)
+    tab = profiles.with_replies_of(FEW_TOKENS).tab().open(chat)
     tab.ask("What is the dog called?")
     expect(tab.questions).to_have_text([A_LONG_STORY, "What is the dog called?"])
     expect(tab.stats).to_have_count(1)

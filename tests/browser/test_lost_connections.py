@@ -59,7 +59,9 @@ def test_a_tab_whose_asking_does_not_help_loads_itself_again(deaf_tab: ChatPage)
 
 
 def test_what_is_said_before_the_page_expects_it_is_not_lost(slow_tab: ChatPage) -> None:
-    """Everything about the reply is there before the page hears that its question was received."""
+    """Everything about the reply is there before the page hears that its question was received. A page that
+    takes itself for hidden does not ask again by itself."""
+    slow_tab.page.evaluate("() => Object.defineProperty(document, 'hidden', { get: () => true })")
     slow_tab.send("Write a very long story about a river.")
     slow_tab.wait_for_words()
     gate = Gate(slow_tab.page, passing=1, late_answers=True)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 
 import gradio as gr
+import pytest
+from gradio.utils import diff
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -37,6 +39,14 @@ def test_a_painted_parts_data_travels_as_text_without_a_tag(data: dict[str, obje
 
 def test_the_picture_in_which_nothing_changes_stays_what_it_is() -> None:
     assert sealed(gr.skip()) == gr.skip()
+
+
+@pytest.mark.parametrize("last", ['{"writing":false}', [{"role": "user"}]], ids=["text", "the chat's rows"])
+def test_gradio_ends_an_event_without_touching_what_it_said_last(last: object) -> None:
+    """A canary. Of a dict it would take away the keys, also in a picture that nobody has looked at yet."""
+    nothing_new = gr.skip()
+    assert diff(last, nothing_new) == [["replace", [], nothing_new]]
+    assert diff({"writing": False}, nothing_new)[0] == ["delete", ["writing"], None]
 
 
 def test_what_a_browser_sends_is_read_or_counts_as_not_shown() -> None:
