@@ -28,7 +28,9 @@ ConversationList = list[Conversation]  # inside the class, `list` is the method
 class Conversations(MessageTree):
     """The store of chats. Safe to use from any thread; raises `StoreError`s. See the module."""
 
-    def create(self, owner: str, *, title: str, system_prompt: str = "") -> Conversation:
+    def create(
+        self, owner: str, *, title: str, system_prompt: str = "", cache_kind: str | None = None
+    ) -> Conversation:
         """A new, empty conversation."""
         now = self._clock()
         values: dict[str, Value] = {
@@ -38,6 +40,7 @@ class Conversations(MessageTree):
             "updated_at": now,
             "title": storable(title),
             "system_prompt": storable(system_prompt),
+            "cache_kind": cache_kind,
         }
         self._database.insert("conversations", values)
         return conversation_from_row(values)
@@ -60,12 +63,14 @@ class Conversations(MessageTree):
             return self.get(owner, conversation.id), turn
 
     def fork(self, owner: str, message_id: str, *, title: str) -> Conversation:
-        """A new conversation with copies of the path down to this message, all of it shown, and the same
-        system prompt. Raises NotFound."""
+        """A new conversation with copies of the path down to this message, all of it shown, the same
+        system prompt and the same kind of cache. Raises NotFound."""
         with self._database.transaction():
             path = self.path_to(owner, message_id)
             source = self.get(owner, path[0].conversation_id)
-            made = self.create(owner, title=title, system_prompt=source.system_prompt)
+            made = self.create(
+                owner, title=title, system_prompt=source.system_prompt, cache_kind=source.cache_kind
+            )
             copy_run(self._database, path, made.id, with_stats=True)
             return made
 
@@ -98,6 +103,25 @@ class Conversations(MessageTree):
             owner, conversation_id, "UPDATE conversations SET system_prompt = ? WHERE id = ?", text
         )
 
+    def set_cache_kind(self, owner: str, conversation_id: str, kind: str | None) -> Conversation:
+        """Raises NotFound. Its place in the list stays."""
+        return self._change(
+            owner, conversation_id, "UPDATE conversations SET cache_kind = ? WHERE id = ?", kind
+        )
+
+    def may_shrink_caches(self, owner: str) -> bool:
+        """Whether this owner allows a smaller kind of cache where a reply runs out of memory."""
+        row = self._database.row("SELECT may_shrink_caches FROM owner_settings WHERE owner = ?", [owner])
+        return row is not None and bool(row["may_shrink_caches"])
+
+    def allow_shrinking_caches(self, owner: str, allowed: bool) -> None:
+        """What `may_shrink_caches` says from now on."""
+        self._database.execute(
+            "INSERT INTO owner_settings (owner, may_shrink_caches) VALUES (?, ?) "
+            "ON CONFLICT DO UPDATE SET may_shrink_caches = excluded.may_shrink_caches",
+            [owner, int(allowed)],
+        )
+
     def delete(self, owner: str, conversation_id: str) -> None:
         """Delete it with all its messages, overwrite what they left in the file, and empty the log.
 
@@ -110,7 +134,7 @@ class Conversations(MessageTree):
             raise NotFound(NOT_FOUND)
         self._wipe("chat")
 
-    def _change(self, owner: str, conversation_id: str, update: str, text: str) -> Conversation:
+    def _change(self, owner: str, conversation_id: str, update: str, text: str | None) -> Conversation:
         with self._database.transaction():
             self.get(owner, conversation_id)
             self._database.execute(update, [text, conversation_id])

@@ -150,7 +150,28 @@ def m004_damage(db: sqlite_utils.Database) -> None:
     )
 
 
-STEPS = (m001_transcripts, m002_segments, m003_undone, m004_damage)
+def m005_kinds(db: sqlite_utils.Database) -> None:
+    """A chat may have a kind of cache of its own (NULL: the host's default); what measuring a kind gave is
+    kept by everything that the figures depend on; and what a person allows for all of their chats."""
+    db.executescript(
+        """
+        ALTER TABLE conversations ADD COLUMN cache_kind TEXT;
+
+        CREATE TABLE kind_qualities (
+            fields TEXT PRIMARY KEY,
+            mean_kl REAL NOT NULL,
+            top1_agreement REAL NOT NULL
+        ) WITHOUT ROWID;
+
+        CREATE TABLE owner_settings (
+            owner TEXT PRIMARY KEY,
+            may_shrink_caches INTEGER NOT NULL CHECK (may_shrink_caches IN (0, 1))
+        ) WITHOUT ROWID;
+        """
+    )
+
+
+STEPS = (m001_transcripts, m002_segments, m003_undone, m004_damage, m005_kinds)
 
 MIGRATIONS = sqlite_utils.Migrations("keepwarm")
 for _step in STEPS:

@@ -2,7 +2,7 @@
 
 What remains of the chat is given as paths of token ids. A use that is a beginning of one of them stays; one
 that goes further is drawn back to where the last of them leaves it; one that shares nothing goes. Rows that
-were computed with anything but the given fingerprint cannot be compared with these ids, so their uses go,
+were computed with anything but the given fingerprints cannot be compared with these ids, so their uses go,
 too: that deleted text is gone counts for more than that rows of another model are still there.
 
 Nothing in this module opens transactions or touches files: `Segments` does both.
@@ -10,7 +10,7 @@ Nothing in this module opens transactions or touches files: `Segments` does both
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from cache_store.database import Database
@@ -40,10 +40,10 @@ class _Cover:
 
 
 def keep_paths(
-    database: Database, conversation_id: str, fingerprint_id: int | None, paths: Sequence[bytes]
+    database: Database, conversation_id: str, fingerprint_ids: Collection[int], paths: Sequence[bytes]
 ) -> None:
     """Draw all uses of this chat back to the packed `paths`."""
-    covers = _covers(database, conversation_id, fingerprint_id, paths)
+    covers = _covers(database, conversation_id, fingerprint_ids, paths)
     uses = database.rows(
         "SELECT segment_id, num_rows, used_at FROM segment_uses WHERE conversation_id = ?", [conversation_id]
     )
@@ -60,13 +60,13 @@ def keep_paths(
 
 
 def _covers(
-    database: Database, conversation_id: str, fingerprint_id: int | None, paths: Sequence[bytes]
+    database: Database, conversation_id: str, fingerprint_ids: Collection[int], paths: Sequence[bytes]
 ) -> dict[str, _Cover]:
     """For every segment that this chat uses and all above it. Parents come first, as they start first."""
     covers: dict[str, _Cover] = {}
     for row in database.rows(_USED, [conversation_id]):
         start, parent_id = row["start"], row["parent_id"]
-        if row["fingerprint_id"] != fingerprint_id:
+        if row["fingerprint_id"] not in fingerprint_ids:
             reaching: list[int] = []
         elif parent_id is None:
             reaching = list(range(len(paths)))

@@ -22,7 +22,8 @@ a length limit or the end of the process cut it. `failed`: an error ended it; `M
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """One chat. Times are seconds since the epoch."""
+    """One chat. Times are seconds since the epoch. `cache_kind`: the kind of cache chosen for it, by name;
+    None is the host's default. The store does not know which kinds there are."""
 
     id: str
     owner: str
@@ -30,6 +31,16 @@ class Conversation:
     system_prompt: str
     created_at: float
     updated_at: float
+    cache_kind: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class KindQuality:
+    """How near answers with some kind of cache come to those with a dense one, over a fixed text: the mean
+    KL divergence of the next token's distribution in nats, and how often the likeliest token is the same."""
+
+    mean_kl: float
+    top1_agreement: float
 
 
 @dataclass(frozen=True, slots=True)

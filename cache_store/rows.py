@@ -98,4 +98,5 @@ def conversation_from_row(row: Mapping[str, Any]) -> Conversation:
         system_prompt=row["system_prompt"],
         created_at=row["created_at"],
         updated_at=row["updated_at"],
+        cache_kind=row["cache_kind"],
     )

@@ -73,14 +73,14 @@ class SegmentUpkeep(SegmentInspection):
             return len(found)
 
     def keep_paths(
-        self, conversation_id: str, fingerprint_id: int | None, paths: Iterable[Sequence[int]]
+        self, conversation_id: str, fingerprint_ids: Collection[int], paths: Iterable[Sequence[int]]
     ) -> int:
         """This chat needs no rows but those of beginnings of these paths any more, whose token ids rows of
-        this fingerprint belong to (None: it needs none at all); then as `forget_unused`."""
+        these fingerprints belong to (rows of any other are not needed at all); then as `forget_unused`."""
         packed = [pack_ids(path) for path in paths]
         with self._writing:
             with self._database.transaction():
-                keep_paths(self._database, conversation_id, fingerprint_id, packed)
+                keep_paths(self._database, conversation_id, fingerprint_ids, packed)
             return self.forget_unused()
 
     def sweep(self) -> SweepReport:

@@ -152,4 +152,4 @@ class Branches(Questions):
         """Without the model's tokenizer nobody can tell which saved rows the rest of a chat needs."""
         self._live.forget(conversation_id)
         if self._saver is not None:
-            self._saver.keep_paths(conversation_id, None, [])
+            self._saver.keep_paths(conversation_id, [], [])

@@ -18,6 +18,7 @@ from cache_store.records import Chain, Link
 from cache_store.segments import Segments
 from chat.errors import CacheMismatch
 from chat.kv_cache import KVCache
+from chat.layers.kinds import CACHE_FIELD
 from chat.saver import NewRows, Saver
 
 log = logging.getLogger(__name__)
@@ -25,6 +26,9 @@ log = logging.getLogger(__name__)
 Obstacle = Literal["damaged", "unreadable", "no state"]
 
 NOTHING = Chain((), False)
+CACHE_KIND = "cache kind"
+"""What the fingerprint's part about the cache is called before people."""
+
 PATIENCE_S = 5.0
 """How long a look-up waits for rows of the same conversation that are on their way to the disk."""
 
@@ -47,6 +51,10 @@ class DiskCaches:
         self._saver = saver
         self._fields = dict(fingerprint)
         self._fingerprint_id = segments.fingerprint_id(fingerprint)
+
+    def of_kind(self, parameters: str) -> DiskCaches:
+        """The same model's rows of another kind of cache, which is told by its parameters."""
+        return DiskCaches(self._segments, self._saver, {**self._fields, CACHE_FIELD: parameters})
 
     @property
     def fingerprint(self) -> Mapping[str, str]:
@@ -125,7 +133,9 @@ class DiskCaches:
     def keep_paths(self, conversation_id: str, paths: Sequence[Sequence[int]]) -> None:
         """This conversation needs no rows but those of beginnings of these paths any more, from any thread.
         Raises DiskRefused when files could not be removed."""
-        self._saver.keep_paths(conversation_id, self._fingerprint_id, paths)
+        known = self._segments.fingerprints_of(conversation_id)
+        ours = [number for number in known if self._is_same_model(self._segments.fields_of(number))]
+        self._saver.keep_paths(conversation_id, ours, paths)
 
     def take_lost(self, conversation_id: str) -> bool:
         """Whether rows of this conversation that were queued could not be written."""
@@ -152,7 +162,15 @@ class DiskCaches:
             return ""
         names = sorted(self._fields.keys() | theirs.keys())
         differs = next((name for name in names if self._fields.get(name) != theirs.get(name)), "")
-        return f"{differs} was {theirs.get(differs, '—')}, is {self._fields.get(differs, '—')}"
+        return changed(
+            CACHE_KIND if differs == CACHE_FIELD else differs,
+            theirs.get(differs, "—"),
+            self._fields.get(differs, "—"),
+        )
+
+    def _is_same_model(self, fields: Mapping[str, str]) -> bool:
+        """Whether rows computed with these fields differ from ours in their kind of cache at most."""
+        return without_kind(fields) == without_kind(self._fields)
 
     def _load_links(self, cache: KVCache, links: Sequence[Link], token_ids: Sequence[int]) -> Obstacle | None:
         """Load link by link; None when all of it is there, else what stood in the way."""
@@ -198,6 +216,16 @@ class DiskCaches:
             self._segments.use(conversation_id, chain.links[-1])
         except StoreError as error:
             log.info("a use of saved rows was not recorded: %s", error)
+
+
+def changed(name: str, old: str, new: str) -> str:
+    """How a setting changed, in words."""
+    return f"{name} was {old}, is {new}"
+
+
+def without_kind(fields: Mapping[str, str]) -> dict[str, str]:
+    """A fingerprint as far as it is about the model and its texts."""
+    return {name: value for name, value in fields.items() if name != CACHE_FIELD}
 
 
 def states_at_ends(chain: Chain) -> Chain:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -105,7 +105,7 @@ class Saver:
         self._segments.forget_unused()
 
     def keep_paths(
-        self, conversation_id: str, fingerprint_id: int | None, paths: Sequence[Sequence[int]]
+        self, conversation_id: str, fingerprint_ids: Collection[int], paths: Sequence[Sequence[int]]
     ) -> None:
         """Before a branch is deleted: the conversation needs beginnings of these paths only (see
         `Segments.keep_paths`). What still waits is written first; what takes too long is dropped, and told
@@ -114,7 +114,7 @@ class Saver:
             self._discard(conversation_id)
             with self._changed:
                 self._lost.add(conversation_id)
-        self._segments.keep_paths(conversation_id, fingerprint_id, paths)
+        self._segments.keep_paths(conversation_id, fingerprint_ids, paths)
 
     def _discard(self, conversation_id: str) -> None:
         with self._changed:

@@ -19,6 +19,9 @@ from chat.layers.fp8 import Fp8Codec
 from chat.layers.packed import RowCodec
 from chat.settings import CacheKind, CacheSettings
 
+CACHE_FIELD = "cache"
+"""The part of a fingerprint that tells the kind of cache."""
+
 INSTALL_BACKENDS = "pip install -r requirements-quant.txt"
 
 
@@ -115,7 +118,7 @@ def num_tail_tokens(settings: CacheSettings) -> int:
 
 def cache_fingerprint(model_fields: Mapping[str, str], settings: CacheSettings) -> Mapping[str, str]:
     """What saved rows depend on: a model's own fingerprint, and the kind of cache."""
-    return MappingProxyType({**model_fields, "cache": parameters(settings)})
+    return MappingProxyType({**model_fields, CACHE_FIELD: parameters(settings)})
 
 
 def parameters(settings: CacheSettings) -> str:

@@ -30,6 +30,23 @@ def test_a_new_conversation_is_empty_and_can_be_read_back(store: Conversations) 
     assert store.siblings("ann", created.id) == {}
 
 
+def test_a_kind_of_cache_belongs_to_a_chat_and_its_forks_until_it_is_taken_back(store: Conversations) -> None:
+    turn = begin(store)
+    chat_id = turn.question.conversation_id
+    assert store.get("ann", chat_id).cache_kind is None
+    assert store.set_cache_kind("ann", chat_id, "native8").cache_kind == "native8"
+    assert store.fork("ann", turn.question.id, title="Fork").cache_kind == "native8"
+    assert store.set_cache_kind("ann", chat_id, None) == replace(store.get("ann", chat_id), cache_kind=None)
+
+
+def test_a_person_allows_smaller_caches_for_their_own_chats_only(store: Conversations) -> None:
+    assert not store.may_shrink_caches("ann")
+    for allowed in (True, False, True):
+        store.allow_shrinking_caches("ann", allowed)
+        assert store.may_shrink_caches("ann") is allowed
+    assert not store.may_shrink_caches("ben")
+
+
 def test_a_first_turn_brings_its_conversation_with_it(store: Conversations) -> None:
     conversation, turn = store.create_with_turn(
         "ann", title="Hi", system_prompt="", text="Hello", sampling=SAMPLING, seed=SEED

@@ -22,6 +22,7 @@ RELEASED = {
     "m002_segments": "59864124ecbbbb34",
     "m003_undone": "f05fd6131e833b5c",
     "m004_damage": "b2985ed72b3cb331",
+    "m005_kinds": "79ac72eb65523c7d",
 }
 
 

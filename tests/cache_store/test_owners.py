@@ -19,6 +19,7 @@ CALLS: dict[str, Call] = {
     "get": lambda store, owner, chat, _q, _r: store.get(owner, chat),
     "rename": lambda store, owner, chat, _q, _r: store.rename(owner, chat, "x"),
     "set_system_prompt": lambda store, owner, chat, _q, _r: store.set_system_prompt(owner, chat, "x"),
+    "set_cache_kind": lambda store, owner, chat, _q, _r: store.set_cache_kind(owner, chat, "x"),
     "delete": lambda store, owner, chat, _q, _r: store.delete(owner, chat),
     "message": lambda store, owner, _c, question, _r: store.message(owner, question),
     "path": lambda store, owner, chat, _q, _r: store.path(owner, chat),
@@ -49,7 +50,7 @@ CALLS: dict[str, Call] = {
 }
 """Every method that takes an id from a page, called as (store, owner, chat, question, reply)."""
 
-WITHOUT_IDS = {"create", "create_with_turn", "list"}
+WITHOUT_IDS = {"create", "create_with_turn", "list", "may_shrink_caches", "allow_shrinking_caches"}
 
 NOT_FOR_PAGES = {"save_progress", "finish_reply", "recover"}
 

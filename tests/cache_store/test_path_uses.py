@@ -31,12 +31,12 @@ def test_exactly_the_beginnings_of_what_remains_stay(
         shelf.say(one, path)
     for path in others:
         shelf.say(other, path)
-    shelf.segments.keep_paths(one.id, shelf.fingerprint, kept)
+    shelf.segments.keep_paths(one.id, [shelf.fingerprint], kept)
     left = [*others, *(path[: longest(path, kept)] for path in mine)]
     for path in (*mine, *others, *kept, *asked):
         assert shelf.check_read(path) == longest(path, left)
     shelf.check()
-    shelf.segments.keep_paths(one.id, shelf.fingerprint, [])
+    shelf.segments.keep_paths(one.id, [shelf.fingerprint], [])
     for path in (*mine, *others):
         assert shelf.check_read(path) == longest(path, others)
     shelf.check()
@@ -49,7 +49,7 @@ def test_ids_of_a_branch_that_went_are_in_no_file(tmp_path: Path) -> None:
     kept, gone = (1, 2, 3, 4), (1, 2, 77777777, 88888888, 99999999)
     shelf.say(chat, kept)
     shelf.say(chat, gone)
-    shelf.segments.keep_paths(chat.id, shelf.fingerprint, [kept])
+    shelf.segments.keep_paths(chat.id, [shelf.fingerprint], [kept])
     assert common(kept, gone) == shelf.check_read(gone) == 2
     for file in tmp_path.rglob("*"):
         assert not file.is_file() or pack_ids([77777777]) not in file.read_bytes()
@@ -62,11 +62,22 @@ def test_rows_of_another_model_go_because_nobody_can_tell_whose_they_are(tmp_pat
     old = shelf.segments.fingerprint_id({"model": "another"})
     shelf.say(chat, (1, 2), fingerprint=old)
     shelf.say(chat, (1, 2))
-    shelf.segments.keep_paths(chat.id, shelf.fingerprint, [(1, 2, 3)])
+    shelf.segments.keep_paths(chat.id, [shelf.fingerprint], [(1, 2, 3)])
     assert shelf.check_read((1, 2)) == 2
     assert shelf.find((1, 2), fingerprint=old).num_tokens == 0
-    shelf.segments.keep_paths(chat.id, None, [(1, 2)])
+    shelf.segments.keep_paths(chat.id, [], [(1, 2)])
     assert shelf.find((1, 2)).num_tokens == 0
+    shelf.close()
+
+
+def test_rows_of_several_kinds_of_cache_are_drawn_back_alike(tmp_path: Path) -> None:
+    shelf = Shelf(tmp_path)
+    chat = shelf.chat()
+    packed = shelf.segments.fingerprint_id({"cache": "packed"})
+    shelf.say(chat, (1, 2, 3), fingerprint=packed)
+    shelf.say(chat, (1, 2, 3, 4))
+    shelf.segments.keep_paths(chat.id, [shelf.fingerprint, packed], [(1, 2, 9)])
+    assert shelf.find((1, 2, 3)).num_tokens == shelf.find((1, 2, 3), fingerprint=packed).num_tokens == 2
     shelf.close()
 
 
@@ -76,7 +87,7 @@ def test_what_was_evicted_is_still_known_to_have_been_read(tmp_path: Path) -> No
     chat = shelf.chat()
     shelf.say(chat, (1, 2, 3))
     shelf.segments.prune(0)
-    shelf.segments.keep_paths(chat.id, shelf.fingerprint, [(1, 2)])
+    shelf.segments.keep_paths(chat.id, [shelf.fingerprint], [(1, 2)])
     assert shelf.find((1, 2)).evicted
     assert shelf.segments.last_path(chat.id, shelf.fingerprint) == (1, 2)
     shelf.close()
