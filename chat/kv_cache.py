@@ -11,6 +11,7 @@ nothing. Only absolute lengths leave this module.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from weakref import WeakKeyDictionary
 
 import torch
@@ -34,7 +35,7 @@ from chat.layers.contract import RowLayer, layer_nbytes
 from chat.layers.factory import layer_for
 from chat.layers.growing import GrowingLayer
 from chat.layers.kinds import codec_for, parameters
-from chat.layers.sizes import cache_cost
+from chat.layers.sizes import CacheCost, cache_cost
 from chat.layers.workspace import Workspace
 from chat.model_facts import shares_rows, text_config
 from chat.settings import CacheSettings
@@ -82,7 +83,7 @@ class KVCache:
 
     def nbytes_for(self, num_tokens: int) -> int:
         """Bytes allocated once `num_tokens` are held."""
-        cost = cache_cost(text_config(self._model), self._settings, self._model.dtype)
+        cost = self._cost
         if not self._rows:
             return max(self.nbytes, num_tokens * cost.per_token)
         layer = self._rows[0]
@@ -91,6 +92,10 @@ class KVCache:
         largest = max((buffer.nbytes for buffer in layer.buffers), default=0)
         moving = largest if capacity > layer.capacity else 0
         return max(self.nbytes, capacity * cost.per_token + cost.fixed + moving)
+
+    @cached_property
+    def _cost(self) -> CacheCost:
+        return cache_cost(text_config(self._model), self._settings, self._model.dtype)
 
     def reserve(self, num_tokens: int) -> None:
         """Allocate once for `num_tokens` in all, instead of step by step while they are fed."""

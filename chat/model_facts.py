@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -21,6 +22,7 @@ from transformers import (
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
+from transformers.cache_utils import get_layer_types_and_kwargs  # pyright: ignore[reportUnknownVariableType]
 
 from chat.checkpoint import first_line
 from chat.errors import ModelUnusable
@@ -39,6 +41,20 @@ _POSITION_FIELDS = (
 )
 _CONTEXT_FIELDS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 _KV_LAYER_KINDS = ("full_attention", "sliding_attention", "chunked_attention", "hybrid", "hybrid_sliding")
+
+
+@dataclass(frozen=True, slots=True)
+class KvLayer:
+    """What one token leaves in one layer: a key and a value for each head. `kind` is the library's name."""
+
+    kind: str
+    num_heads: int
+    widths: tuple[int, int]
+
+    @property
+    def num_elements(self) -> int:
+        """Of keys and values together."""
+        return self.num_heads * sum(self.widths)
 
 
 def text_config(model: PreTrainedModel) -> PreTrainedConfig:
@@ -98,26 +114,26 @@ def kv_bytes_per_token(config: PreTrainedConfig, dtype: torch.dtype) -> int:
     Sliding layers count in full, although they stop growing at their window; layers with a state of
     fixed size (linear attention, convolution) and layers that use another's keys count nothing.
     """
-    heads, widths = kv_row_shape(config)
-    return len(kv_layer_kinds(config)) * heads * sum(widths) * dtype.itemsize
+    return sum(layer.num_elements for layer in kv_layers(config)) * dtype.itemsize
 
 
-def kv_layer_kinds(config: PreTrainedConfig) -> tuple[str, ...]:
-    """The config's names for the kinds of those layers that keep keys and values of their own."""
-    num_layers = config.num_hidden_layers - (getattr(config, "num_kv_shared_layers", None) or 0)
-    kinds: list[str] = getattr(config, "layer_types", None) or ["full_attention"] * num_layers
-    return tuple(kind for kind in kinds[:num_layers] if kind in _KV_LAYER_KINDS)
+def kv_layers(config: PreTrainedConfig) -> tuple[KvLayer, ...]:
+    """The layers that keep keys and values of their own, in order."""
+    kinds: list[str] = get_layer_types_and_kwargs(config)[0]
+    num_own = len(kinds) - (getattr(config, "num_kv_shared_layers", None) or 0)
+    layers = zip(kinds[:num_own], cast("Any", config).per_layer_config, strict=False)
+    return tuple(KvLayer(kind, *_row_shape(layer)) for kind, layer in layers if kind in _KV_LAYER_KINDS)
 
 
-def kv_row_shape(config: PreTrainedConfig) -> tuple[int, tuple[int, int]]:
-    """What one token leaves in a layer: the number of heads, and the widths of a head's key and value."""
-    num_latent = getattr(config, "kv_lora_rank", None)
+def _row_shape(layer: Any) -> tuple[int, tuple[int, int]]:
+    """Heads and widths of a layer, from its own config."""
+    num_latent = getattr(layer, "kv_lora_rank", None)
     if num_latent:  # latent attention keeps one compressed vector and one rotated key for all heads
-        return 1, (num_latent, config.qk_rope_head_dim)
-    num_heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", 0)
+        return 1, (num_latent, layer.qk_rope_head_dim)
+    num_heads = getattr(layer, "num_key_value_heads", None) or getattr(layer, "num_attention_heads", 0)
     if not num_heads:
         return 0, (0, 0)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    head_dim = getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
     return num_heads, (head_dim, head_dim)
 
 

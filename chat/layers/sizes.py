@@ -11,7 +11,8 @@ import torch
 from transformers import PreTrainedConfig
 
 from chat.layers.kinds import num_tail_tokens, sized_codec
-from chat.model_facts import kv_layer_kinds, kv_row_shape
+from chat.layers.packed import RowCodec
+from chat.model_facts import KvLayer, kv_layers
 from chat.settings import CacheSettings
 
 PACKED_LAYER_KINDS = ("full_attention", "hybrid")
@@ -25,6 +26,9 @@ class CacheCost:
     per_token: int
     fixed: int = 0
 
+    def __add__(self, other: CacheCost) -> CacheCost:
+        return CacheCost(self.per_token + other.per_token, self.fixed + other.fixed)
+
 
 def bytes_per_token(config: PreTrainedConfig, settings: CacheSettings, dtype: torch.dtype) -> int:
     """Bytes for one more token over all layers, of a text config; see `cache_cost`."""
@@ -34,16 +38,16 @@ def bytes_per_token(config: PreTrainedConfig, settings: CacheSettings, dtype: to
 def cache_cost(config: PreTrainedConfig, settings: CacheSettings, dtype: torch.dtype) -> CacheCost:
     """What a cache of `settings.kind` takes for a model that computes in `dtype`. Sliding layers count as if
     they grew for ever; layers with a state of fixed size count nothing."""
-    kinds = kv_layer_kinds(config)
-    num_packed = sum(kind in PACKED_LAYER_KINDS for kind in kinds)
-    heads, widths = kv_row_shape(config)
-    dense = heads * sum(widths) * dtype.itemsize
-    codec = sized_codec(settings)
-    if codec is None:
-        return CacheCost(len(kinds) * dense)
-    parts = [part for width in widths for part in codec.parts(width).values()]
-    packed = heads * sum(part_dtype.itemsize * width for part_dtype, width in parts)
-    return CacheCost(
-        num_packed * packed + (len(kinds) - num_packed) * dense,
-        num_packed * num_tail_tokens(settings) * dense,
-    )
+    codec, cost = sized_codec(settings), CacheCost(0)
+    for layer in kv_layers(config):
+        cost += _layer_cost(layer, codec, num_tail_tokens(settings), dtype)
+    return cost
+
+
+def _layer_cost(layer: KvLayer, codec: RowCodec | None, num_tail: int, dtype: torch.dtype) -> CacheCost:
+    dense = layer.num_elements * dtype.itemsize
+    if codec is None or layer.kind not in PACKED_LAYER_KINDS:
+        return CacheCost(dense)
+    parts = [part for width in layer.widths for part in codec.parts(width).values()]
+    packed = layer.num_heads * sum(part_dtype.itemsize * width for part_dtype, width in parts)
+    return CacheCost(packed, num_tail * dense)

@@ -8,7 +8,7 @@ import json
 
 from tests.bench.machine import describe_machine
 
-NAMES = ("turns", "resume", "save")
+NAMES = ("turns", "resume", "save", "kinds")
 
 
 def main() -> None:
