@@ -61,7 +61,7 @@ def test_after_a_restart_an_open_tab_goes_on_with_its_chat(
     tab: ChatPage, app: RunningApp, profiles: Profiles
 ) -> None:
     tab.ask("Name a city.")
-    chat, answered = tab.chat_id, tab.words.inner_text()
+    chat, answered, titles = tab.chat_id, tab.words.inner_text(), tab.titles.all_inner_texts()
     profiles.server_goes_away()
     tab.mark()
     app.stop()
@@ -73,6 +73,7 @@ def test_after_a_restart_an_open_tab_goes_on_with_its_chat(
     assert tab.chat_id == chat
     expect(tab.questions).to_have_text(["Name a city."])
     assert tab.words.inner_text() == answered
+    expect(tab.titles).to_have_text(titles)
     expect(tab.box).to_have_value("And a country?")
     tab.ask("And a country?")
     expect(tab.questions).to_have_text(["Name a city.", "And a country?"])

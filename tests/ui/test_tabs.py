@@ -65,6 +65,16 @@ def test_a_closed_tab_has_no_newest_follower() -> None:
     assert tabs.follow("tab", "c2") is not None
 
 
+def test_a_follower_from_before_its_tab_was_closed_stays_void_when_the_tab_is_back() -> None:
+    """A laptop that slept: the same tab again, while its old follower has not noticed yet."""
+    tabs = Tabs()
+    old = ticket_of(tabs)
+    tabs.close("tab")
+    new = ticket_of(tabs)
+    assert tabs.is_newest("tab", new)
+    assert not tabs.is_newest("tab", old)
+
+
 def test_a_follower_waits_for_the_last_words_of_an_older_one() -> None:
     """C40."""
     tabs, old = Tabs(), ExitStack()
