@@ -140,7 +140,7 @@ def parse_header(text: bytes, num_data_bytes: int) -> tuple[TensorInfo, ...]:
             raise ValueError("its tensors do not lie one after the other")
         place = end
     # A name that stands there twice leaves a gap, so it cannot get here.
-    if not placed or place != num_data_bytes:
+    if place != num_data_bytes:
         raise ValueError("its tensors do not fill the file")
     return tuple(info for _, _, info in placed)
 

@@ -47,10 +47,9 @@ class FileContent:
 def content_of(tensors: Mapping[str, torch.Tensor]) -> FileContent:
     """These tensors; strided ones are written head by head, without a copy of the whole.
 
-    Raises ValueError when one of them cannot be stored, or when there is none.
+    There may be none: where no layer has rows, and the state is not that of the segment's end. Raises
+    ValueError when one of them cannot be stored.
     """
-    if not tensors:
-        raise ValueError("a segment holds at least one tensor")
     infos = in_file_order(info_of(name, tensor) for name, tensor in tensors.items())
     return FileContent(tuple(infos), _blocks_of(tensors[info.name] for info in infos))
 

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from cache_store.records import Message
+from chat.boundary_states import Boundary, BoundaryStates
 from chat.errors import MemoryLimit
 from chat.kv_cache import KVCache
 from chat.stats import Reason
@@ -26,7 +27,8 @@ class LiveCache:
     past differently. `num_saved`: how many of its tokens are on disk or on their way there. `is_warmed`: it
     came from disk when the chat was opened (see `chat.warming`) and no turn has used it yet; so many files
     were found damaged on the way. `num_allowed`: only so many of its tokens may still be used, because the
-    rest was deleted (None: all)."""
+    rest was deleted (None: all). `lost`: why tokens that followed on its path are not held any more, when the
+    cache had to go back behind them."""
 
     owner: str
     cache: KVCache
@@ -37,6 +39,7 @@ class LiveCache:
     is_warmed: bool = False
     num_damaged_files: int = 0
     num_allowed: int | None = None
+    lost: Reason | None = None
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -68,6 +71,7 @@ class LiveCaches:
         self._lock = threading.RLock()
         self._kept: OrderedDict[str, LiveCache] = OrderedDict()
         self._forgotten: dict[str, Reason] = {}
+        self._states = BoundaryStates()
 
     def __len__(self) -> int:
         with self._lock:
@@ -75,9 +79,9 @@ class LiveCaches:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all kept caches; a lent one counts with its borrower."""
+        """Bytes of all kept caches and boundary states; a lent cache counts with its borrower."""
         with self._lock:
-            return sum(live.cache.nbytes for live in self._kept.values())
+            return self._states.nbytes + sum(live.cache.nbytes for live in self._kept.values())
 
     def take(self, conversation_id: str) -> LiveCache | None:
         """Lend out the conversation's cache; whoever took it calls `keep` or `forget`."""
@@ -108,21 +112,56 @@ class LiveCaches:
             self._forgotten.pop(conversation_id, None)
             if reason is not None:
                 self._forgotten[conversation_id] = reason
+            else:
+                self._states.forget(conversation_id)
 
-    def keep_paths(self, conversation_id: str, paths: Iterable[Sequence[int]]) -> None:
+    def note_boundary(self, conversation_id: str, owner: str, cache: KVCache) -> None:
+        """Keep the states that a lent cache has now, if it has any, to go back to this place. Where the
+        budget has no room for them beside it, older ones go, and at last these."""
+        if cache.has_rows() or not cache.can_be_saved():
+            return
+        with self._lock:
+            self._states.note(conversation_id, owner, cache)
+            while self.nbytes + cache.nbytes > self.max_bytes and self._states.drop_oldest():
+                pass
+
+    def boundary(
+        self, owner: str, token_ids: Sequence[int], lent: LiveCache | None = None
+    ) -> tuple[Boundary, KVCache | None] | None:
+        """The longest beginning of `token_ids` that a cache with states can go back to: one of the owner's
+        kept caches, or the lent one; and the cache whose rows are needed for it, if any are."""
+        with self._lock:
+            caches = [
+                live for live in (lent, *self._kept.values()) if live is not None and live.owner == owner
+            ]
+            sources = [
+                (live.num_common(token_ids), live.cache) for live in caches if not live.cache.has_rows()
+            ]
+            best: tuple[Boundary, KVCache | None] | None = None
+            for num_rows, cache in [*sources, (0, None)]:
+                found = self._states.best(owner, token_ids, num_rows)
+                if found is not None and (best is None or len(found) > len(best[0])):
+                    best = (found, cache if found.needs_rows else None)
+            return best
+
+    def keep_paths(self, conversation_id: str, paths: Sequence[Sequence[int]]) -> None:
         """Let nobody use more of a conversation's cache than a beginning of one of these paths."""
         with self._lock:
+            self._states.keep_paths(conversation_id, paths)
             live = self._kept.get(conversation_id)
             if live is not None:
                 num_allowed = max(map(live.num_common, paths), default=0)
                 self._kept[conversation_id] = replace(live, num_allowed=num_allowed)
 
-    def num_usable(self, conversation_id: str, token_ids: Sequence[int]) -> int:
-        """How many of these tokens the conversation's kept cache has at its beginning and can be cut to."""
+    def num_usable(self, owner: str, conversation_id: str, token_ids: Sequence[int]) -> int:
+        """How many of these tokens the conversation's kept cache has at its beginning and can be cut to, or
+        can be had at a boundary, or can be copied out of another cache of the owner."""
         with self._lock:
             live = self._kept.get(conversation_id)
             common = live.num_common(token_ids) if live is not None else 0
-            return common if live is not None and live.cache.can_crop_to(common) else 0
+            own = common if live is not None and live.cache.can_crop_to(common) else 0
+            boundary = self.boundary(owner, token_ids)
+            return max(own, len(boundary[0]) if boundary else 0, self.longest_prefix(owner, token_ids)[1])
 
     def why_missing(self, conversation_id: str) -> Reason | None:
         """Why a conversation has no cache although it had one in this process; None when it had none."""
@@ -149,7 +188,8 @@ class LiveCaches:
             return best
 
     def make_room(self, num_bytes: int, beside: KVCache | None = None) -> None:
-        """Evict until `num_bytes` more fit next to what is kept; the cache `beside` stays.
+        """Evict until `num_bytes` more fit next to what is kept; the cache `beside` stays. A conversation's
+        boundary states go with its cache; states of a lent one go last.
 
         Raises MemoryLimit when they would not fit even alone with it; then nothing was evicted.
         """
@@ -164,7 +204,10 @@ class LiveCaches:
                     return
                 if live.cache is not beside:
                     del self._kept[name]
+                    self._states.forget(name)
                     self._forgotten[name] = "evicted"
+            while self.nbytes + num_bytes > self.max_bytes and self._states.drop_oldest():
+                pass
 
 
 def _megabytes(num_bytes: int) -> str:

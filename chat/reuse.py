@@ -18,6 +18,7 @@ from chat.errors import MemoryLimit
 from chat.kv_cache import KVCache
 from chat.live_caches import LiveCache, LiveCaches
 from chat.prompt import Prompt
+from chat.rollback import rolled_back
 from chat.stats import Divergence, Reason, TurnStats
 
 ONLY_NEW: frozenset[Reason] = frozenset({"new", "boundary"})
@@ -154,6 +155,8 @@ def _past(
     own = common if lent.cache.can_crop_to(common) else 0
     if lent.is_warmed and common == len(lent.cache):  # what warming did not bring back was lost before it
         return _Past(own, False, _why_gone(places, conversation, ""), lent.token_ids, "")
+    if lent.lost is not None and common == len(lent.cache):
+        return _Past(own, False, lent.lost, lent.token_ids, "")
     extends = common == len(lent.cache) and lent.was_read_for(path)
     return _Past(own, extends, _why_left(lent, common, conversation, path), lent.token_ids, "")
 
@@ -168,19 +171,27 @@ def _beginning(
 ) -> _Beginning:
     """The longest beginning of the prompt, one token short of it, that need not be read."""
     usable_ids = prompt.token_ids[:-1]
-    chain = _saved_beginning(places, conversation, usable_ids, own, wait=own < num_old)
+    target = places.live.boundary(conversation.owner, usable_ids, lent)
+    reach = max(own, len(target[0]) if target else 0)
+    chain = _saved_beginning(places, conversation, usable_ids, reach, wait=reach < num_old)
     num_files = lent.num_damaged_files if lent else 0
+    num_saved = min(lent.num_saved, lent.num_common(usable_ids)) if lent else 0
     other, shared = _longer_beginning(places, conversation, prompt, max(own + 1, chain.num_tokens))
-    if other is not None:
-        lent = None  # given up before its successor is allocated
+    rolled: KVCache | None = None
+    if target is not None and len(target[0]) >= max(own + 1, chain.num_tokens):
+        rolled = rolled_back(places.live, target, lent, places.new_cache, len(prompt))
+    if rolled is not None:
+        cache = rolled
+    elif other is not None:
+        lent, num_saved = None, 0  # given up before its successor is allocated
         cache = other.copy_prefix(shared, len(prompt))
     else:
         cache = lent.cache if lent is not None and own else places.new_cache()
         places.live.make_room(cache.nbytes_for(len(prompt)))
         cache.crop_to(own)
         cache.reserve(len(prompt))
-    num_saved = min(lent.num_saved, own) if lent else 0
-    num_live = len(cache) - (own if lent is not None and lent.is_warmed else 0)
+    num_saved = min(num_saved, len(cache))
+    num_live = len(cache) - (min(own, len(cache)) if lent is not None and lent.is_warmed else 0)
     if places.disk is not None and chain.num_tokens > len(cache):
         loaded = places.disk.load(cache, chain, usable_ids, conversation.id, places.new_cache)
         num_live = 0 if loaded.cache is not cache else min(num_live, loaded.num_kept)
@@ -193,10 +204,8 @@ def num_remembered(places: Places, conversation: Conversation, prompt: Prompt) -
     """How many tokens of a prompt `start_turn` would find, without lending or loading anything. What is lent
     to a reply that is being written is not seen. From any thread."""
     usable_ids = prompt.token_ids[:-1]
-    own = places.live.num_usable(conversation.id, usable_ids)
-    _, shared = places.live.longest_prefix(conversation.owner, usable_ids)
-    saved = _saved_beginning(places, conversation, usable_ids, own, wait=False)
-    return max(own, shared, saved.num_tokens)
+    live = places.live.num_usable(conversation.owner, conversation.id, usable_ids)
+    return max(live, _saved_beginning(places, conversation, usable_ids, live, wait=False).num_tokens)
 
 
 def _saved_beginning(

@@ -34,6 +34,7 @@ from chat.model import LoadedModel
 from chat.prompt import Prompt, PromptRenderer
 from chat.reply_text import ReplyText
 from chat.reuse import Origin, Places, num_computed_before, num_remembered, start_turn
+from chat.rollback import rolled_back
 from chat.sampler import Sampler
 from chat.settings import CacheSettings, SamplingSettings
 from chat.stats import TurnStats
@@ -273,6 +274,7 @@ class ChatSession:
                 self._read_s_per_token = (time.perf_counter() - began) / reading.num_read
             self._save_rows(turn, conversation, at_least=SAVE_EVERY)
         self._save_rows(turn, conversation, at_least=1)
+        self._live.note_boundary(conversation.id, conversation.owner, turn.cache)
 
     def _save_rows(self, turn: Turn, conversation: Conversation, *, at_least: int) -> None:
         """Hand rows that are not on disk yet to the saver, once there are `at_least` that many."""
@@ -347,25 +349,39 @@ class ChatSession:
     ) -> int:
         """Hand the cache back, cut to what the conversation keeps of this reply; how many tokens that is."""
         kept = min(len(turn.cache), len(turn.prompt_ids) - turn.num_begun + num_reply_tokens)
+        live = LiveCache(
+            conversation.owner,
+            turn.cache,
+            conversation.system_prompt,
+            reply.id,
+            reply.parent_id or "",
+            min(turn.num_saved, kept),
+        )
         if not turn.cache.can_crop_to(kept):
-            self._live.forget(conversation.id, "not_croppable")
+            self._give_back_less(conversation, live, kept)
             return kept
         turn.cache.crop_to(kept)
         turn.cache.check()
         turn.num_saved = min(turn.num_saved, kept)
         self._save_rows(turn, conversation, at_least=1)
-        self._live.keep(
-            conversation.id,
-            LiveCache(
-                conversation.owner,
-                turn.cache,
-                conversation.system_prompt,
-                reply.id,
-                reply.parent_id or "",
-                turn.num_saved,
-            ),
-        )
+        self._live.note_boundary(conversation.id, conversation.owner, turn.cache)
+        self._live.keep(conversation.id, replace(live, num_saved=turn.num_saved))
         return kept
+
+    def _give_back_less(self, conversation: Conversation, live: LiveCache, kept: int) -> None:
+        """A reply that ended within a character is a step back, which not every layer can take: then the
+        cache goes back to the newest boundary before it, or is given up."""
+        target = self._live.boundary(conversation.owner, live.token_ids[:kept], live)
+        rolled = None
+        if target is not None:
+            rolled = rolled_back(self._live, target, live, self._places.new_cache, len(target[0]))
+        if rolled is None:
+            self._live.forget(conversation.id, "not_croppable")
+            return
+        num_saved = min(live.num_saved, len(rolled))
+        self._live.keep(
+            conversation.id, replace(live, cache=rolled, num_saved=num_saved, lost="not_croppable")
+        )
 
     def _check_context(self, prompt: Prompt) -> None:
         limit = self.loaded.num_context_tokens

@@ -1,10 +1,10 @@
 """Tiny models with random weights and a real tokenizer, built in code: the ground that laws are tested on.
 
-Two layers (four where a kind mixes layer types), float32, a fixed seed. The weights are wide enough that
-every earlier token in reach changes what comes next, so a cache that lost, doubled or moved one is seen.
-Greedy decoding never ends a reply by itself (the end-of-turn row of the output layer is zero); sampling
-sometimes does. The tokenizer is byte-level BPE with ChatML control tokens: it knows every byte, so any
-text survives a round trip, and it writes no start token.
+Two layers (four where a kind mixes layer types; in Gemma 3n and 4 the last two read the rows of the first),
+float32, a fixed seed. The weights are wide enough that every earlier token in reach changes what comes next,
+so a cache that lost, doubled or moved one is seen. Greedy decoding never ends a reply by itself (the
+end-of-turn row of the output layer is zero); sampling sometimes does. The tokenizer is byte-level BPE with
+ChatML control tokens: it knows every byte, so any text survives a round trip, and it writes no start token.
 """
 
 from __future__ import annotations
@@ -101,6 +101,34 @@ _KINDS: dict[str, dict[str, Any]] = {
         "mamba_d_head": 16,
         "mamba_d_state": 16,
         "mamba_chunk_size": 8,
+    },
+    "mamba2": {
+        "num_heads": 8,
+        "head_dim": 16,
+        "state_size": 16,
+        "n_groups": 1,
+        "chunk_size": 8,
+    },
+    "gemma3n_text": {
+        **_MIXED,
+        "sliding_window": WINDOW,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "intermediate_size": [128] * 4,
+        "num_kv_shared_layers": 2,
+        "vocab_size_per_layer_input": 512,
+        "hidden_size_per_layer_input": 8,
+        "laurel_rank": 4,
+        "altup_num_inputs": 2,
+        "activation_sparsity_pattern": [0.0] * 4,
+    },
+    "gemma4_text": {
+        **_MIXED,
+        "sliding_window": WINDOW,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2,
+        "vocab_size_per_layer_input": 512,
+        "hidden_size_per_layer_input": 8,
+        "global_head_dim": 16,
     },
     "granitemoehybrid": {
         **_MIXED,

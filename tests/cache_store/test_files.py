@@ -213,6 +213,16 @@ def test_the_first_rows_of_a_file_make_a_file_of_their_own_without_states(path: 
     assert same(load_file(short), expected)
 
 
+def test_a_file_of_states_only_may_be_shortened_to_no_tensor_at_all(path: Path, tmp_path: Path) -> None:
+    """A model whose layers keep no rows: the file then says that there is nothing, and is not damaged."""
+    facts = write(path, {"state.0.x": torch.ones(3)})
+    short = tmp_path / "short"
+    with open_segment_file(path, facts) as source:
+        short_facts = write_segment_file(short, first_rows(source, 2))
+    assert read(short, short_facts) == {}
+    assert read(tmp_path / "none", write(tmp_path / "none", {})) == {}
+
+
 def test_the_first_rows_of_a_damaged_file_make_no_file(path: Path, tmp_path: Path) -> None:
     facts = write(path, some_tensors())
     flip(path, facts.nbytes - 1)
@@ -250,7 +260,6 @@ def test_a_file_is_flushed_before_it_gets_its_name_and_its_name_before_it_counts
 @pytest.mark.parametrize(
     "tensors",
     [
-        {},
         {"layers.0.keys": torch.zeros(2, 3)},
         {"layers.0.keys": torch.zeros(2, 3, 4, dtype=torch.complex64)},
         {"layers 0": torch.zeros(2, 3, 4)},
@@ -416,8 +425,8 @@ NAME = "layers.0.keys"
         with_header({NAME: entry()}, bytes(4), length=200 << 20),
         with_header({NAME: entry()}, bytes(4), length=2**64 - 1),
         with_header({NAME: entry()}, bytes(4), length=0),
-        with_header({}, b""),
-        with_header({"__metadata__": {"a": "b"}}),
+        with_header({}, bytes(4)),
+        with_header({"__metadata__": {"a": "b"}}, bytes(1)),
         with_header([NAME]),
         with_header(b"\xff\xfe"),
         with_header(b"[" * 100_000),

@@ -71,10 +71,12 @@ def test_a_plain_follow_up_reads_the_new_message_only(house: House) -> None:
     assert set(cast("dict[str, int]", last_stats(view)["reasons"])) == {"new"}
 
 
-def test_a_step_back_is_named(house: House) -> None:
-    """Law 4."""
+def test_a_step_back_to_where_no_state_was_kept_is_named(house: House) -> None:
+    """Law 4: back to a kept boundary, nothing is read again; into the middle of a message, it is."""
     view = house.say("x" * 40)
     view = checked(house, house.regenerate(view.messages[-1].id))
+    assert last_stats(view)["reasons"] == {"boundary": 1}
+    view = checked(house, house.edit(view.messages[0].id, "x" * 39))
     assert "not_croppable" in cast("dict[str, int]", last_stats(view)["reasons"])
 
 
