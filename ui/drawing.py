@@ -24,8 +24,8 @@ class Drawing:
         self.tabs = Tabs()
 
     def arrive(self, request: gr.Request, conversation_id: str | None, limit: int) -> Picture:
-        """Another conversation, or an empty page for None, with its system prompt in the drawer. Whoever opens
-        a chat is likely to write in it: its cache is brought back meanwhile."""
+        """Another conversation, or an empty page for None, with its system prompt in the drawer. Whoever
+        opens a chat is likely to write in it: its cache is brought back meanwhile."""
         if conversation_id is None:
             self.tabs.draw(tab_of(request), None)
             return empty_picture(self._parts, self._default_prompt)
@@ -43,14 +43,20 @@ class Drawing:
     def view(self, request: gr.Request, view: ChatView, limit: int) -> Picture:
         """The view as a picture; from here on no earlier follower of this tab draws any more."""
         self.tabs.draw(tab_of(request), view.conversation.id)
-        return chat_picture(self._parts, view, limit)
+        return self.chat(owner_of(request), view, limit)
+
+    def chat(self, owner: str, view: ChatView, limit: int) -> Picture:
+        """The view as a picture, for whoever may draw it."""
+        return chat_picture(
+            self._parts, view, limit, can_redo=self._chats.can_redo(owner, view.conversation.id)
+        )
 
     def followed(self, owner: str, view: ChatView | None, limit: int) -> Picture:
         """What a follower may redraw: the view, or an empty page for None, and who is writing."""
         if view is None:
             whole = empty_picture(self._parts, self._default_prompt)
             return {part: value for part, value in whole.items() if part in self._parts.followed}
-        return {**chat_picture(self._parts, view, limit), self._parts.status: self.status(owner)}
+        return {**self.chat(owner, view, limit), self._parts.status: self.status(owner)}
 
     def around(self, owner: str, search: str) -> Picture:
         """The list and the signs."""

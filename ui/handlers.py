@@ -13,24 +13,23 @@ import gradio as gr
 
 from cache_store.errors import NotFound, StaleView
 from chat.chats import Chats, ChatView
-from chat.errors import ContextFull, NothingToDo, QueueFull
 from ui.cache_panel import cache_panel
 from ui.drawing import Drawing, tab_of
 from ui.following import pictures
 from ui.login import owner_of
-from ui.sampling_form import InvalidSampling, form_values, kept_values, plain_values, sampling_from
-from ui.screen import Parts, Picture, chat_picture
+from ui.sampling_form import form_values, kept_values, plain_values, sampling_from
+from ui.screen import Parts, Picture
 from ui.shown import ROWS_AT_FIRST, Shown
 from ui.spoken_errors import say, spoken, spoken_stream, unchanged
 
 
 class Handlers:
-    """The verbs of one page. Holds no state of any user."""
+    """All of one page but the verbs (see `ui.verbs`). Holds no state of any user."""
 
-    def __init__(self, chats: Chats, parts: Parts, default_system_prompt: str) -> None:
+    def __init__(self, chats: Chats, parts: Parts, draw: Drawing) -> None:
         self._chats = chats
         self._parts = parts
-        self._draw = Drawing(chats, parts, default_system_prompt)
+        self._draw = draw
 
     @spoken
     def load(self, request: gr.Request, address: object, kept: object, search: str) -> object:
@@ -73,45 +72,6 @@ class Handlers:
         return self.send(request, str(chosen.value["text"]), address, search, *sampling)
 
     @spoken
-    def retry(self, request: gr.Request, data: gr.RetryData, address: object, *sampling: object) -> object:
-        """Gradio's own retry button: its index is the row of the question."""
-        return self._again(request, data.index, Shown.from_browser(address), sampling)
-
-    @spoken
-    def try_again(
-        self, request: gr.Request, data: gr.EventData, address: object, *sampling: object
-    ) -> object:
-        """The button under a failed reply: its row is the reply itself."""
-        return self._again(request, data.row, Shown.from_browser(address), sampling)
-
-    @spoken
-    def edit(
-        self, request: gr.Request, data: gr.EditData, draft: str | None, address: object, *sampling: object
-    ) -> object:
-        """A new version of a question. Refused while a reply is being written; the text moves to the box."""
-        owner, shown = owner_of(request), Shown.from_browser(address)
-        message_id, text = shown.row_id(data.index), str(data.value or "")
-        if message_id is None or not visible(text) or text == self._stored_text(owner, shown, message_id):
-            return self._draw.again(request, shown)
-        try:
-            self._chats.edit(owner, message_id, text, sampling_from(sampling))
-        except EDIT_REFUSED as exc:
-            say(exc)
-            kept = {} if visible(draft) else {self._parts.box: text}
-            return {**self._draw.again(request, shown), **kept}
-        return {**self._draw.again(request, shown), **self._draw.signs(owner)}
-
-    @spoken
-    def version(self, request: gr.Request, data: gr.EventData, address: object) -> object:
-        """The arrows of a message with several versions."""
-        shown = Shown.from_browser(address)
-        message_id = shown.row_id(data.row)
-        if message_id is None:
-            return unchanged()
-        view = self._chats.select(owner_of(request), message_id, 1 if data.step > 0 else -1)
-        return self._draw.view(request, view, shown.limit)
-
-    @spoken
     def earlier(self, request: gr.Request, address: object) -> object:
         """Forty more messages on top."""
         shown = Shown.from_browser(address)
@@ -150,7 +110,7 @@ class Handlers:
         picture: Picture = {self._parts.listing: self._draw.listing(owner, search)}
         if shown.conversation_id == data.id:
             view = self._chats.view(owner, str(data.id))
-            picture[self._parts.shown] = chat_picture(self._parts, view, shown.limit)[self._parts.shown]
+            picture[self._parts.shown] = self._draw.chat(owner, view, shown.limit)[self._parts.shown]
         return picture
 
     @spoken
@@ -213,7 +173,7 @@ class Handlers:
             overtook = await tabs.outlast(tab, ticket)
             view = await asyncio.to_thread(self._view, owner, shown)
             if overtook:
-                yield self._draw.followed(owner, view, shown.limit)
+                yield await asyncio.to_thread(self._draw.followed, owner, view, shown.limit)
             if view is None:
                 return
             wanted = partial(tabs.is_newest, tab, ticket)
@@ -221,29 +181,13 @@ class Handlers:
                 yield picture
             if view.job is not None or shown.writing:  # it may have ended before we came
                 view = await asyncio.to_thread(self._view, owner, shown)
+                picture = await asyncio.to_thread(self._draw.followed, owner, view, shown.limit)
                 if wanted():
-                    yield self._draw.followed(owner, view, shown.limit)
-
-    def _again(self, request: gr.Request, row: object, shown: Shown, sampling: tuple[object, ...]) -> object:
-        owner, message_id = owner_of(request), shown.row_id(row)
-        if message_id is None:
-            return unchanged()
-        self._chats.regenerate(owner, message_id, sampling_from(sampling))
-        return {**self._draw.again(request, shown), **self._draw.signs(owner)}
-
-    def _stored_text(self, owner: str, shown: Shown, message_id: str) -> str | None:
-        """What the store has, not what the browser says it was; None when it is not on the shown path."""
-        view = self._view(owner, shown)
-        messages = view.messages if view else ()
-        return next((message.text for message in messages if message.id == message_id), None)
+                    yield picture
 
     def _view(self, owner: str, shown: Shown) -> ChatView | None:
         """What the tab shows as it stands now; None for an empty page."""
         return self._chats.view(owner, shown.conversation_id) if shown.conversation_id else None
-
-
-EDIT_REFUSED = (NothingToDo, ContextFull, QueueFull, InvalidSampling)
-"""After these an edited text is handed back in the composer, because the picture of the row is redrawn."""
 
 
 def visible(text: str | None) -> bool:

@@ -36,7 +36,7 @@ def lay_out(default_system_prompt: str) -> Parts:
     with gr.Column(elem_id="sidebar"):
         new_chat, search, listing = _sidebar()
     with gr.Column(elem_id="main"):
-        chat, marks, live, shown, box = _main()
+        chat, marks, verbs, live, shown, box = _main()
     with gr.Column(elem_id="drawer"):
         system_prompt, save_prompt, sampling, reset_sampling = _drawer(default_system_prompt)
         _fixed("<h2>Caches</h2>")
@@ -45,6 +45,7 @@ def lay_out(default_system_prompt: str) -> Parts:
         box=box,
         chat=chat,
         marks=marks,
+        verbs=verbs,
         live=live,
         shown=shown,
         listing=listing,
@@ -75,9 +76,10 @@ def _sidebar() -> tuple[gr.Button, gr.Textbox, gr.HTML]:
     return new_chat, search, listing
 
 
-def _main() -> tuple[gr.Chatbot, gr.HTML, gr.HTML, gr.HTML, gr.Textbox]:
+def _main() -> tuple[gr.Chatbot, gr.HTML, gr.HTML, gr.HTML, gr.HTML, gr.Textbox]:
     chat = _chatbot()
     marks = painted("marks", "<span hidden></span>", asset("marks.js"))
+    verbs = painted("verbs", "<span hidden></span>", asset("verbs.js"))
     live = painted("live", "<span hidden></span>", asset("live.js"))
     shown = painted("shown", "<span hidden></span>", asset("shown.js"))
     _fixed("<div></div>", "notice")
@@ -96,7 +98,7 @@ def _main() -> tuple[gr.Chatbot, gr.HTML, gr.HTML, gr.HTML, gr.Textbox]:
             autofocus=True,
             elem_id="message",
         )
-    return chat, marks, live, shown, box
+    return chat, marks, verbs, live, shown, box
 
 
 def _drawer(default_system_prompt: str) -> tuple[gr.Textbox, gr.Button, tuple[Component, ...], gr.Button]:
@@ -131,8 +133,7 @@ def _chatbot() -> gr.Chatbot:
         show_label=False,
         container=False,
         height="100%",
-        editable="user",
-        buttons=["copy"],
+        buttons=["copy"],  # hidden, and clicked by marks.js
         layout="bubble",
         autoscroll=False,  # shown.js follows the end, and only for a reader who is there
         feedback_options=None,

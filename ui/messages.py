@@ -8,9 +8,9 @@ script paints around a row: versions, the stats line, how a reply ended.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TypedDict
+from typing import Literal, TypedDict
 
-from cache_store.records import Message, Siblings
+from cache_store.records import EDITED, Message, Siblings
 from chat.chats import ChatView
 from chat.stats import TurnStats
 from ui.stats_line import stats_details, stats_line
@@ -37,6 +37,10 @@ class StatsMark(TypedDict):
     details: list[tuple[str, str]]
 
 
+Offer = Literal["continue", "answer"]
+"""What could come next: more of a reply that was cut or edited, or a reply to a question without one."""
+
+
 class RowMark(TypedDict):
     """What is painted around one row. `text` is set for a person's messages only, which are shown
     letter by letter instead of as Markdown. `note` is a quiet remark, `error` a sentence."""
@@ -49,6 +53,7 @@ class RowMark(TypedDict):
     stats: StatsMark | None
     note: str | None
     error: str | None
+    offer: Offer | None
 
 
 ENDINGS = {
@@ -57,6 +62,11 @@ ENDINGS = {
     "memory": "Stopped: the cache of this chat fills its memory budget",
 }
 """Quiet remarks for ends that nobody asked for; every other stop is just "Stopped"."""
+
+UNANSWERED = "This message has no reply"
+
+FULL = frozenset({"context", "memory"})
+"""Where there was no room for another token, there is none to go on."""
 
 
 def window(messages: Sequence[Message], limit: int) -> tuple[Message, ...]:
@@ -76,7 +86,10 @@ def chat_row(role: str, text: str) -> ChatRow:
 
 def row_marks(view: ChatView, messages: Sequence[Message]) -> list[RowMark]:
     """One mark per row of `chat_rows(messages)`; `messages` is a window of the view's path."""
-    return [row_mark(message, view.siblings.get(message.id)) for message in messages]
+    marks = [row_mark(message, view.siblings.get(message.id)) for message in messages]
+    if marks and marks[-1]["role"] == "user":
+        marks[-1] = {**marks[-1], "note": UNANSWERED, "offer": "answer"}
+    return marks
 
 
 def row_mark(message: Message, siblings: Siblings | None) -> RowMark:
@@ -90,6 +103,7 @@ def row_mark(message: Message, siblings: Siblings | None) -> RowMark:
         "stats": _stats(message.stats) if message.status != "running" else None,
         "note": _note(message),
         "error": _error(message),
+        "offer": "continue" if _was_cut(message) else None,
     }
 
 
@@ -113,9 +127,18 @@ def _stats(stored: Mapping[str, object]) -> StatsMark | None:
 def _note(message: Message) -> str | None:
     if message.status == "stopped":
         return ENDINGS.get(message.finish_reason or "", "Stopped")
+    if message.finish_reason == EDITED:
+        return "Edited"
     if message.status == "done" and message.role == "assistant" and not message.text.strip():
         return "The model had nothing to say"
     return None
+
+
+def _was_cut(message: Message) -> bool:
+    """Whether there is a reply that did not come to its own end, and something of it to go on from."""
+    if message.role != "assistant" or not message.text.strip() or message.finish_reason in FULL:
+        return False
+    return message.status in ("stopped", "failed") or message.finish_reason == EDITED
 
 
 def _error(message: Message) -> str | None:

@@ -13,9 +13,11 @@ from typing import Any
 import gradio as gr
 
 from chat.chats import Chats
+from ui.drawing import Drawing
 from ui.handlers import Handlers
 from ui.layout import lay_out
 from ui.screen import Parts
+from ui.verbs import Verbs
 
 TITLE = "Keepwarm"
 
@@ -28,7 +30,8 @@ def build_page(chats: Chats, *, default_system_prompt: str = "") -> gr.Blocks:
     """The whole page over `chats`. `default_system_prompt` is what a new chat's drawer shows."""
     with gr.Blocks(title=TITLE, fill_width=True, analytics_enabled=False) as page:
         parts = lay_out(default_system_prompt)
-        _wire(page, parts, Handlers(chats, parts, default_system_prompt))
+        draw = Drawing(chats, parts, default_system_prompt)
+        _wire(page, parts, Handlers(chats, parts, draw), Verbs(chats, parts, draw))
     return page
 
 
@@ -37,7 +40,7 @@ def _custom(part: gr.HTML, event: str) -> Any:
     return getattr(part, event)
 
 
-def _wire(page: gr.Blocks, parts: Parts, do: Handlers) -> None:
+def _wire(page: gr.Blocks, parts: Parts, do: Handlers, verbs: Verbs) -> None:
     """Bind every event. `act` changes the screen and then follows; `quick` does not touch the chat."""
     screen, sampling, shown, search = parts.screen, list(parts.sampling), parts.shown, parts.search
 
@@ -62,10 +65,12 @@ def _wire(page: gr.Blocks, parts: Parts, do: Handlers) -> None:
     arrived.then(None, js=ARRIVED_JS, api_visibility="private")
     act(parts.box.submit, do.send, [parts.box, shown, search, *sampling], screen)
     act(parts.chat.example_select, do.example, [shown, search, *sampling], screen)
-    act(parts.chat.retry, do.retry, [shown, *sampling], screen)
-    act(parts.chat.edit, do.edit, [parts.box, shown, *sampling], screen)
-    act(_custom(parts.marks, "again"), do.try_again, [shown, *sampling], screen)
-    act(_custom(parts.marks, "version"), do.version, [shown], screen)
+    for verb in (verbs.regenerate, verbs.edit, verbs.go_on):
+        act(_custom(parts.verbs, verb.__name__), verb, [shown, *sampling], screen)
+    for verb in (verbs.edit_reply, verbs.version, verbs.undo, verbs.redo):
+        act(_custom(parts.verbs, verb.__name__), verb, [shown], screen)
+    for verb in (verbs.fork, verbs.delete_branch):
+        act(_custom(parts.verbs, verb.__name__), verb, [shown, search], screen)
     act(_custom(parts.marks, "earlier"), do.earlier, [shown], screen)
     act(_custom(parts.listing, "open"), do.open, [], screen)
     act(parts.new_chat.click, do.new_chat, [], screen)
@@ -75,6 +80,7 @@ def _wire(page: gr.Blocks, parts: Parts, do: Handlers) -> None:
     follow(_custom(parts.live, "silence"))
     quick(_custom(parts.caches, "look"), do.caches, [], [parts.caches], trigger_mode="always_last")
     quick(removed.then, do.caches, [], [parts.caches])
+    quick(_custom(parts.verbs, "text"), verbs.text, [shown], [parts.verbs])
     quick(parts.box.stop, do.stop, [shown], [])
     quick(parts.search.change, do.find, [search], [parts.listing], trigger_mode="always_last")
     quick(_custom(parts.listing, "rename"), do.rename, [shown, search], [parts.listing, shown])

@@ -28,6 +28,7 @@ class Parts:
     box: gr.Textbox
     chat: gr.Chatbot
     marks: gr.HTML
+    verbs: gr.HTML
     live: gr.HTML
     shown: gr.HTML
     listing: gr.HTML
@@ -46,7 +47,7 @@ class Parts:
     def screen(self) -> list[Component]:
         """What an action may change."""
         return [
-            *(self.box, self.chat, self.marks, self.live, self.shown),
+            *(self.box, self.chat, self.marks, self.verbs, self.live, self.shown),
             *(self.listing, self.status, self.pulse, self.system_prompt),
         ]
 
@@ -78,7 +79,7 @@ def status_value(model: ModelStatus, writing: list[str], saving: str) -> Status:
     return {"model": facts, "writing": writing, "saving": saving}
 
 
-def chat_picture(parts: Parts, view: ChatView, limit: int) -> Picture:
+def chat_picture(parts: Parts, view: ChatView, limit: int, *, can_redo: bool) -> Picture:
     """The conversation as it stands."""
     messages = window(view.messages, limit)
     job = view.job.view if view.job else None
@@ -88,7 +89,7 @@ def chat_picture(parts: Parts, view: ChatView, limit: int) -> Picture:
         parts.chat: _rows(messages, job if here else None),
         parts.marks: {"rows": row_marks(view, messages), "num_earlier": len(view.messages) - len(messages)},
         parts.live: live(job) if job and here else IDLE,
-        parts.shown: _shown_value(view, messages, limit, writing=busy),
+        parts.shown: _shown_value(view, messages, limit, writing=busy, can_redo=can_redo),
     }
 
 
@@ -104,6 +105,8 @@ def empty_picture(parts: Parts, system_prompt: str) -> Picture:
             "rows": [],
             "limit": Shown().limit,
             "writing": False,
+            "canUndo": False,
+            "canRedo": False,
         },
         parts.system_prompt: system_prompt,
     }
@@ -117,7 +120,7 @@ def _rows(messages: tuple[Message, ...], job: JobView | None) -> list[ChatRow]:
 
 
 def _shown_value(
-    view: ChatView, messages: tuple[Message, ...], limit: int, *, writing: bool
+    view: ChatView, messages: tuple[Message, ...], limit: int, *, writing: bool, can_redo: bool
 ) -> dict[str, object]:
     return {
         "conversation": view.conversation.id,
@@ -125,4 +128,6 @@ def _shown_value(
         "rows": [message.id for message in messages],
         "limit": limit,
         "writing": writing,
+        "canUndo": bool(messages),
+        "canRedo": can_redo,
     }

@@ -34,6 +34,9 @@ class ChatPage:
         self.stats = page.locator("#chat .kw-stats summary")
         self.notes = page.locator("#chat .kw-note")
         self.versions = page.locator("#chat .kw-versions")
+        self.editor = page.locator("#chat .kw-area")
+        self.question_whether = page.locator("#chat .kw-ask p")
+        self.menu = page.get_by_role("menu")
         self.toast = page.locator(".toast-body")
         self.listing = page.locator("#conversations")
         self.titles = page.locator("#conversations .kw-title")
@@ -116,6 +119,21 @@ class ChatPage:
     def new_chat(self) -> None:
         self.page.locator("#new-chat").click()
         expect(self.rows).to_have_count(0)
+
+    def tool(self, row: Locator, name: str) -> Locator:
+        """One of the buttons under a message; they come when the message is hovered."""
+        row.hover()
+        return row.locator(".kw-tools").get_by_role("button", name=name, exact=True)
+
+    def choose(self, row: Locator, item: str) -> None:
+        """Open the menu under a message and click one of its items."""
+        self.tool(row, "More").click()
+        self.menu.get_by_role("menuitem", name=item, exact=True).click()
+
+    def press_button(self, name: str, key: str = "Enter") -> None:
+        """The lowest button of that name in the chat, with the keyboard."""
+        self.last_button(name).focus()
+        self.page.keyboard.press(key)
 
     def last_button(self, name: str) -> Locator:
         """The lowest button of that name in the chat."""

@@ -15,6 +15,7 @@ from tests.chat.passes import llama
 from tests.house import OWNER, House
 from tests.ui.own_loop import run
 from ui.cache_panel import NodeRow, Panel, cache_panel
+from ui.drawing import Drawing
 from ui.handlers import Handlers
 from ui.layout import lay_out
 from ui.screen import Parts
@@ -115,7 +116,7 @@ async def _parts() -> Parts:
 
 def test_a_page_is_given_the_caches_of_whom_is_signed_in(house: House) -> None:
     parts = run(_parts())
-    handlers = Handlers(house.chats, parts, "")
+    handlers = Handlers(house.chats, parts, Drawing(house.chats, parts, ""))
     house.say("Mine alone")
 
     def panel(owner: str) -> Panel:

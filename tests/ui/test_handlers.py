@@ -15,6 +15,7 @@ from chat.job import Job
 from tests.chat.passes import Passes, llama
 from tests.house import OWNER, PATIENCE_S, House, end_view
 from tests.ui.own_loop import run
+from ui.drawing import Drawing
 from ui.handlers import Handlers
 from ui.layout import lay_out
 from ui.screen import Parts
@@ -26,7 +27,7 @@ class Tab:
     def __init__(self, house: House, owner: str = OWNER) -> None:
         self.parts = run(_parts())
         self.request = gr.Request(username=owner, session_hash="tab")
-        self.handlers = Handlers(house.chats, self.parts, "")
+        self.handlers = Handlers(house.chats, self.parts, Drawing(house.chats, self.parts, ""))
 
     def follow(self, job: Job, *, writing: bool) -> AsyncIterator[Any]:
         """`writing`: whether the tab shows a reply on its way."""

@@ -13,6 +13,7 @@ import pytest
 from tests.chat.passes import llama
 from tests.house import OWNER, PATIENCE_S, House
 from tests.ui.own_loop import run
+from ui.drawing import Drawing
 from ui.handlers import Handlers
 from ui.layout import lay_out
 from ui.screen import Parts
@@ -25,7 +26,7 @@ class Page:
 
     def __init__(self, house: House) -> None:
         self.parts = run(_parts())
-        self.handlers = Handlers(house.chats, self.parts, "")
+        self.handlers = Handlers(house.chats, self.parts, Drawing(house.chats, self.parts, ""))
 
     def pulse(self) -> tuple[str, bool]:
         """The notice about saving, and whether the page asks again by itself."""

@@ -1,15 +1,13 @@
 // The list of conversations. Titles are set as text; rename and delete happen in the row itself.
 const kw = window.keepwarm;
 const { el } = kw;
-const PENCIL = "M5 19l1-4L16 5l3 3L9 18z";
-const BIN = "M5 7h14M10 7V5h4v2M7 7l1 12h8l1-12";
 let busy = false;
 
 function row(item) {
   const open = el("button", { type: "button", class: "kw-open", onclick: () => { trigger("open", { id: item.id }); kw.picked(); } },
     el("span", { class: "kw-title" }, item.title), el("i", { class: "kw-dot" }));
   const act = (label, d, action) => el("button", { type: "button", class: "kw-act", "aria-label": `${label} “${item.title}”`, title: label, onclick: () => action(li, item) }, kw.icon(d));
-  const li = el("li", { "data-id": item.id }, open, act("Rename", PENCIL, rename), act("Delete", BIN, confirmDelete));
+  const li = el("li", { "data-id": item.id }, open, act("Rename", kw.paths.pencil, rename), act("Delete", kw.paths.bin, confirmDelete));
   return li;
 }
 

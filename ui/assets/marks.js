@@ -1,4 +1,5 @@
-// Paints around the Chatbot's rows: exact text of questions, versions, stats, endings, progress.
+// Paints into the Chatbot's rows: exact text of questions, versions, stats, endings, progress, and what verbs.js
+// makes of tools and editors.
 // Gradio draws the rows; row i belongs to marks.rows[i]. Painting is idempotent and touches a row only
 // when its mark or its element changed, so finished rows stay as they are while a reply grows.
 const kw = window.keepwarm;
@@ -7,10 +8,10 @@ let chat = null;
 
 const ARROW = { back: "M14.5 6l-6 6 6 6", forth: "M9.5 6l6 6-6 6" };
 
-function versions(mark, row) {
+function versions(mark) {
   if (!mark.version) return null;
   const [position, count] = mark.version;
-  const step = (label, d, by) => el("button", { type: "button", "aria-label": label, onclick: () => trigger("version", { row, step: by }) }, kw.icon(d));
+  const step = (label, d, by) => el("button", { type: "button", "aria-label": label, onclick: () => kw.verbs.act("version", mark.id, { step: by }) }, kw.icon(d));
   return el("span", { class: "kw-versions", role: "group", "aria-label": `Version ${position} of ${count}` },
     step("Previous version", ARROW.back, -1), el("span", {}, `${position}/${count}`), step("Next version", ARROW.forth, 1));
 }
@@ -23,12 +24,17 @@ function stats(mark) {
   return node;
 }
 
-function ending(mark, row) {
-  if (mark.error) {
-    return el("div", { class: "kw-error", role: "alert" }, el("p", {}, mark.error),
-      el("button", { type: "button", class: "kw-again", onclick: () => trigger("again", { row }) }, "Try again"));
-  }
-  return mark.note ? el("p", { class: "kw-note" }, mark.note) : null;
+const OFFERS = { continue: ["Continue", "go_on"], answer: ["Write a reply", "regenerate"] };
+
+function ending(mark) {
+  const action = (label, verb) => el("button", { type: "button", class: "kw-again", onclick: () => kw.verbs.act(verb, mark.id) }, label);
+  const offer = mark.offer ? action(...OFFERS[mark.offer]) : null;
+  if (mark.error) return el("div", { class: "kw-error", role: "alert" }, el("p", {}, mark.error), offer, action("Try again", "regenerate"));
+  return el("div", { class: "kw-ending" }, el("p", { class: "kw-note" }, mark.note), offer);
+}
+
+function foot(mark) {
+  return el("div", { class: "kw-foot" }, versions(mark), stats(mark), kw.verbs.tools(mark));
 }
 
 function progress(live) {
@@ -40,16 +46,23 @@ function progress(live) {
   return node;
 }
 
-// Put `node` into `host` under `slot`, or take the old one away; nothing happens while `key` stays.
+// Put what `make` makes into `host` under `slot`, or take the old one away; nothing happens while `key` stays.
 function place(host, slot, key, make) {
   const old = host.querySelector(`:scope > [data-slot="${slot}"]`);
   if ((old ? old.dataset.key : "") === key) return;
   old?.remove();
   if (!key) return;
   const node = make();
-  node.dataset.slot = slot;
   node.dataset.key = key;
-  host.append(node);
+  put(host, slot, node);
+}
+
+const SLOTS = ["text", "live", "ending", "desk", "foot"];
+
+function put(host, slot, node) {
+  node.dataset.slot = slot;
+  const later = SLOTS.slice(SLOTS.indexOf(slot) + 1).map((name) => `:scope > [data-slot="${name}"]`).join();
+  host.insertBefore(node, later ? host.querySelector(later) : null);
 }
 
 function paintLive(host, live) {
@@ -58,9 +71,7 @@ function paintLive(host, live) {
   const bar = old?.querySelector(".kw-bar");
   if (!old || !bar !== (live.fraction === null)) {
     old?.remove();
-    const node = progress(live);
-    node.dataset.slot = "live";
-    return host.append(node);
+    return put(host, "live", progress(live));
   }
   const text = old.querySelector("p span");
   if (text.textContent !== live.line) text.textContent = live.line;
@@ -78,14 +89,30 @@ function paintRow(element, mark, row, live) {
     const text = mark ? mark.text : null;
     place(message, "text", text === null ? "" : `=${text}`, () => el("div", { class: "kw-text" }, text));
   }
-  place(host, "ending", mark && (mark.error || mark.note) ? `${row} ${mark.error || mark.note}` : "", () => ending(mark, row));
   paintLive(host, live);
-  const panel = element.nextElementSibling?.classList.contains("message-buttons") ? element.nextElementSibling
-    : element.nextElementSibling?.querySelector?.(".message-buttons");
-  if (!panel) return;
-  panel.dataset.status = element.dataset.status;
-  place(panel, "versions", mark && mark.version ? `${row} ${mark.version}` : "", () => versions(mark, row));
-  place(panel, "stats", mark && mark.stats && mark.stats.line ? mark.id + mark.stats.line : "", () => stats(mark));
+  place(host, "ending", mark && (mark.error || mark.note) ? `${mark.id} ${mark.offer} ${mark.error || mark.note}` : "", () => ending(mark));
+  const desk = kw.verbs?.deskOf(mark);
+  element.dataset.desk = desk ? desk.kind : "";
+  place(host, "desk", desk ? `${mark.id} ${desk.serial}` : "", () => desk.node);
+  place(host, "foot", mark && kw.verbs ? footKey(mark) : "", () => foot(mark));
+}
+
+const footKey = (mark) => [mark.id, mark.status, mark.version, mark.offer, mark.stats?.line, mark.text].join(" ");
+
+// The focus stays in its row, at what has the same name, when what had it is painted anew.
+const nameOf = (node) => node.getAttribute("aria-label") || node.textContent;
+let focused = null;
+
+function noteFocus(event) {
+  const row = event.target.closest?.("#chat .message-row");
+  focused = row ? { row: [...chat.querySelectorAll(".message-row")].indexOf(row), name: nameOf(event.target) } : null;
+}
+
+function keepFocus(rows) {
+  if (!focused || !rows.length || document.activeElement !== document.body) return;
+  const row = rows[Math.min(focused.row, rows.length - 1)];
+  const same = [...row.querySelectorAll("button, summary, textarea, input")].find((node) => nameOf(node) === focused.name);
+  (same || row.querySelector(".kw-more"))?.focus({ preventScroll: true });
 }
 
 function paintEarlier() {
@@ -102,8 +129,10 @@ function paintEarlier() {
 function paint() {
   const rows = chat.querySelectorAll(".message-row");
   const marks = kw.marks.rows || [];
+  kw.verbs?.forget();
   rows.forEach((row, i) => paintRow(row, marks[i], i, i === rows.length - 1 ? kw.live : null));
   paintEarlier();
+  keepFocus(rows);
 }
 
 const observer = new MutationObserver(() => repaint());
@@ -117,6 +146,8 @@ function boot() {
   chat = document.querySelector("#chat");
   if (!chat) return setTimeout(boot, 50);
   kw.repaint = repaint;
+  document.addEventListener("focusin", noteFocus);
+  document.addEventListener("pointerdown", noteFocus, true);
   repaint();
 }
 

@@ -29,13 +29,18 @@
     return svg;
   };
 
+  // Drawings that several parts have.
+  kw.paths = { pencil: "M5 19l1-4L16 5l3 3L9 18z", bin: "M5 7h14M10 7V5h4v2M7 7l1 12h8l1-12" };
+
   // The conversation of a tab lives in its address, so a reload or a restart of the app keeps it.
   kw.fromAddress = () => JSON.stringify({ conversation: new URLSearchParams(location.search).get("chat") });
 
   kw.show = (shown) => {
     const before = kw.shown.conversation;
     kw.shown = shown;
-    document.documentElement.classList.toggle("kw-writing", Boolean(shown.writing));
+    for (const [name, on] of [["kw-writing", shown.writing], ["kw-can-undo", shown.canUndo], ["kw-can-redo", shown.canRedo]]) {
+      document.documentElement.classList.toggle(name, Boolean(on));
+    }
     const address = new URL(location.href);
     if (kw.shown.conversation) address.searchParams.set("chat", kw.shown.conversation);
     else address.searchParams.delete("chat");
@@ -83,46 +88,34 @@
     if (target.id === "new-chat") kw.picked();
   });
 
-  const cancelEdit = (area) => {
-    const row = area.closest(".message-row");
-    const buttons = row?.nextElementSibling ?? row?.parentElement;
-    buttons?.querySelector("button[aria-label=Cancel]")?.click();
-  };
-
   document.addEventListener("keydown", (event) => {
     if (event.isComposing || event.defaultPrevented) return;
-    const editing = document.querySelector("#chat textarea.edit-textarea");
-    if (event.key === "Escape") {
-      if (editing) cancelEdit(editing);
-      else if (isOpen("drawer")) kw.toggle("drawer", false);
-      else if (narrow.matches && isOpen("sidebar")) kw.toggle("sidebar", false);
-      else if (kw.shown.writing) document.querySelector("#message [data-testid=stop-button]")?.click();
-    }
-    if (event.key === "Enter" && (event.ctrlKey || event.metaKey) && editing && event.target === editing) {
-      document.querySelector("#chat button[aria-label=Submit]")?.click();
-    }
+    if (event.key !== "Escape") return;
+    if (isOpen("drawer")) kw.toggle("drawer", false);
+    else if (narrow.matches && isOpen("sidebar")) kw.toggle("sidebar", false);
+    else if (kw.shown.writing) document.querySelector("#message [data-testid=stop-button]")?.click();
   });
 
   // Gradio reloads the page when a lost server is back: what was typed and not sent is put back then.
   const DRAFT = "keepwarm.draft";
-  const composer = () => document.querySelector("#message textarea");
+  const composer = (kw.composer = () => document.querySelector("#message textarea"));
+  kw.write = (text) => {
+    composer().value = text;
+    composer().dispatchEvent(new Event("input", { bubbles: true }));
+  };
   window.addEventListener("pagehide", () => {
     try { sessionStorage.setItem(DRAFT, composer()?.value ?? ""); } catch { /* private mode */ }
   });
   kw.restoreDraft = () => {
     let draft = "";
     try { draft = sessionStorage.getItem(DRAFT) ?? ""; sessionStorage.removeItem(DRAFT); } catch { /* private mode */ }
-    const area = composer();
-    if (!draft || !area || area.value) return;
-    area.value = draft;
-    area.dispatchEvent(new Event("input", { bubbles: true }));
+    if (draft && composer() && !composer().value) kw.write(draft);
   };
 
   // Gradio gives these buttons no name.
   const names = [
     ["#message [data-testid=submit-button], #message .submit-button", "Send message"],
     ["#message [data-testid=stop-button], #message .stop-button", "Stop"],
-    ["#chat textarea.edit-textarea", "Edit message"],
   ];
   const nameThem = () => names.forEach(([where, name]) => document.querySelectorAll(where).forEach((node) => {
     if (node.getAttribute("aria-label") !== name) node.setAttribute("aria-label", name);

@@ -29,6 +29,7 @@ function goToEnd() {
   last = 0;
   requestAnimationFrame(toEnd);
 }
+kw.goToEnd = goToEnd;
 
 function attach() {
   scroller = document.querySelector("#chat .bubble-wrap");
@@ -59,7 +60,7 @@ document.addEventListener("keydown", (event) => {
   if (event.key === "Enter" && !event.shiftKey && event.target.closest?.("#message")) goToEnd();
 }, true);
 document.addEventListener("click", (event) => {
-  if (event.target.closest?.("#message .submit-button, #chat button[aria-label=Retry], #chat button[aria-label='Scroll down']")) goToEnd();
+  if (event.target.closest?.("#message .submit-button, #chat button[aria-label='Scroll down']")) goToEnd();
 }, true);
 
 watch("value", () => kw.show(told()));
