@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cache_store.rows import pack_ids
-from tests.cache_store.kv_rows import Shelf
+from tests.cache_store.kv_rows import Shelf, rows
 from tests.cache_store.test_segments import PATHS, Path_, common, longest
 
 SEVERAL = st.lists(PATHS, max_size=6)
@@ -90,4 +90,26 @@ def test_what_was_evicted_is_still_known_to_have_been_read(tmp_path: Path) -> No
     shelf.segments.keep_paths(chat.id, [shelf.fingerprint], [(1, 2)])
     assert shelf.find((1, 2)).evicted
     assert shelf.segments.last_path(chat.id, shelf.fingerprint) == (1, 2)
+    shelf.close()
+
+
+def test_rows_of_another_chat_that_were_never_used_by_name_stay_as_far_as_they_are_needed(
+    tmp_path: Path,
+) -> None:
+    """A chat that went on from rows in memory hangs its own below segments that only another one had used."""
+    shelf = Shelf(tmp_path)
+    source, fork = shelf.chat(), shelf.chat()
+    shared = shelf.say(source, (1, 2, 3))
+    shelf.segments.append(
+        *("ann", shelf.fingerprint, fork.id),
+        parent_id=shared.segment.id,
+        start=3,
+        token_ids=(4, 5),
+        tensors=rows((1, 2, 3, 4, 5), 3),
+        seconds=1.0,
+    )
+    shelf.chats.delete("ann", source.id)
+    shelf.segments.keep_paths(fork.id, {shelf.fingerprint}, [(1, 2, 9)])
+    assert shelf.check_read((1, 2, 3, 4, 5)) == 2
+    shelf.check()
     shelf.close()

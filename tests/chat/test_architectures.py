@@ -16,7 +16,8 @@ from chat.chats import ChatView
 from chat.model import LoadedModel
 from chat.settings import CacheSettings, SamplingSettings
 from chat.stats import TurnStats
-from tests.chat.passes import Passes
+from tests.chat.passes import Passes, dictated
+from tests.chat.replies import encode
 from tests.house import GREEDY, House, last_stats
 from tests.tiny_models import WINDOW, tiny_model
 
@@ -108,3 +109,17 @@ def test_a_tight_budget_holds_for_them_too(house: House) -> None:
         house.say(f"{number} " + "x" * 30, sampling=SHORT)
         assert house.live.nbytes <= 400_000
     assert len(house.kept()) >= 1
+
+
+def test_a_reply_cut_within_a_character_is_read_again_alone_and_that_is_named(house: House) -> None:
+    """Law 4: the half character goes, which is a step back; the rest of the chat is not read again for it."""
+    half = encode("ab😀")[:-1]
+    with dictated(*half):
+        view = house.say("x" * 40, sampling=SamplingSettings(temperature=0, max_new_tokens=len(half)))
+    reply = view.messages[-1]
+    assert reply.text == "ab"
+    num_asked = len(house.prompt(view, upto=1))
+    view = checked(house, house.say("More", view.conversation.id))
+    assert last_stats(view)["num_live_tokens"] == num_asked - 1
+    reasons = cast("dict[str, int]", last_stats(view)["reasons"])
+    assert reasons["not_croppable"] == len(reply.token_ids) + 1
