@@ -25,7 +25,7 @@ from ui.shown import ROWS_AT_FIRST, Shown
 from ui.spoken_errors import spoken
 
 WORTH_ASKING_TOKENS = 500
-WORTH_ASKING_S = 0.5
+WORTH_ASKING_S = 0.2
 """Less than either is done without asking; a time that is not known yet counts as long."""
 
 NOT_SHOWN = "This message is not shown any more; nothing was changed, reload the page to see the chat."
@@ -97,8 +97,8 @@ class Verbs:
         act = Act.read(request, data, address)
         if price := self._price(act, "edit_reply"):
             return price
-        self._chats.edit_reply(act.owner, act.message_id, act.text, keep_rest=act.keep_rest)
-        return self._done(request, act)
+        view = self._chats.edit_reply(act.owner, act.message_id, act.text, keep_rest=act.keep_rest)
+        return self._drawn(request, act, view)
 
     @spoken
     def go_on(self, request: gr.Request, data: gr.EventData, address: object, *sampling: object) -> object:
@@ -175,7 +175,7 @@ class Verbs:
             return None
         if cost.num_tokens >= self._chats.model_status().num_context_tokens:
             return None
-        return {self._parts.verbs: {"number": act.number, "ask": price_line(cost)}}
+        return {self._parts.verbs: {"number": act.number, "ask": price_line(cost, verb)}}
 
     def _done(self, request: gr.Request, act: Act) -> Picture:
         view = self._chats.view(act.owner, act.shown.conversation_id or "")
@@ -193,10 +193,12 @@ def is_worth_asking(cost: Cost) -> bool:
     return cost.num_tokens >= WORTH_ASKING_TOKENS and takes_long
 
 
-def price_line(cost: Cost) -> str:
-    """`This reads 2,310 tokens again, about 8 s.`, or without a time that nobody knows yet."""
+def price_line(cost: Cost, verb: CostlyVerb) -> str:
+    """`This reads 2,310 tokens again, about 8 s.`, without a time that nobody knows yet. A question that was
+    edited may itself be what is long, and that is not read again."""
+    again = "" if verb == "edit" else " again"
     takes = "" if cost.seconds is None else f", about {_about(cost.seconds)}"
-    return f"This reads {cost.num_tokens:,} tokens again{takes}."
+    return f"This reads {cost.num_tokens:,} tokens{again}{takes}."
 
 
 def _about(seconds: float) -> str:

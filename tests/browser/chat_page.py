@@ -92,6 +92,11 @@ class ChatPage:
         expect(self.words).to_have_text(re.compile(r"\S+\s+\S+"))
         return self.words.inner_text()
 
+    def wait_for_more_than(self, seen: str) -> str:
+        """Wait until the reply has grown beyond what was seen of it; return what there is of it."""
+        expect(self.words).to_have_text(re.compile("^" + re.escape(seen) + "."))
+        return self.words.inner_text()
+
     def wait_for_reply(self) -> None:
         """Wait until the last reply has ended, however it ended."""
         expect(self.last_reply).to_have_attribute("data-status", ENDED)

@@ -15,7 +15,7 @@ from playwright.sync_api import Browser, expect, sync_playwright
 from tests.browser.chat_page import ChatPage
 from tests.browser.profiles import Profiles
 from tests.browser.running_app import RunningApp
-from tests.browser.seeding import seed_long_chat
+from tests.browser.seeding import seed_long_chats
 
 PATIENCE_MS = 90_000
 FEW_TOKENS = 16
@@ -46,9 +46,9 @@ def browser(chromium_path: str) -> Iterator[Browser]:
 
 @pytest.fixture(scope="package")
 def app(default_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningApp]:
-    """One app for all tests; it has a long chat from earlier days."""
+    """One app for all tests; it has long chats from earlier days."""
     data_dir = tmp_path_factory.mktemp("keepwarm")
-    seed_long_chat(data_dir)
+    seed_long_chats(data_dir)
     with RunningApp(data_dir, default_model_folder.parent) as running:
         yield running
 

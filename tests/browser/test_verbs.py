@@ -9,11 +9,12 @@ from playwright.sync_api import Locator, expect
 from tests.browser.chat_page import ChatPage
 from tests.browser.conftest import FEW_TOKENS
 from tests.browser.profiles import Profiles
-from tests.browser.seeding import LONG_TITLE
+from tests.browser.seeding import COSTLY_TITLE
 from tests.browser.test_first_chat import A_LONG_STORY
 
 KEEP = "Save and keep what follows"
 END_HERE = "Save as a branch that ends here"
+BLUE = "**Blue**.\n\n    Navy, to be <b>exact</b>."
 TOO_LONG = "word " * 9_000
 """More tokens than the default model's context of 8,192."""
 
@@ -79,16 +80,20 @@ def test_an_edited_reply_keeps_what_follows_or_ends_the_chat(tab: ChatPage) -> N
     first = tab.replies.first
     tab.tool(first, "Edit").click()
     expect(tab.editor).to_have_value(said)
-    tab.editor.fill("**Blue**.\n\n    Navy, to be <b>exact</b>.")
+    tab.editor.fill(BLUE)
     tab.last_button(KEEP).click()
     expect(tab.editor).to_have_count(0)
     expect(tab.notes.first).to_have_text("Edited")
     expect(first.locator("strong")).to_have_text("Blue")
     expect(tab.questions).to_have_text(["Name a colour.", "Another one?"])
     expect(tab.versions).to_contain_text("2/2")
+    tab.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    tab.tool(first, "Copy").click()
+    expect(first.get_by_role("button", name="Copied")).to_be_visible()
+    assert tab.page.evaluate("() => navigator.clipboard.readText()") == BLUE
 
     tab.tool(first, "Edit").press("Enter")
-    expect(tab.editor).to_have_value("**Blue**.\n\n    Navy, to be <b>exact</b>.")
+    expect(tab.editor).to_have_value(BLUE)
     expect(tab.editor).to_be_focused()
     tab.page.keyboard.press("Escape")
     expect(tab.editor).to_have_count(0)
@@ -141,7 +146,13 @@ def test_an_edit_while_a_reply_is_written_stops_it_and_keeps_what_there_was(slow
     slow_tab.tool(reply, "Edit").click()
     expect(slow_tab.editor).to_have_value(re.compile("^" + re.escape(seen)))
     slow_tab.page.keyboard.press("Escape")
-    expect(slow_tab.stop_button).to_be_visible()  # what was closed is the editor
+    expect(slow_tab.editor).to_have_count(0)
+    slow_tab.tool(reply, "More").click()
+    seen = slow_tab.wait_for_more_than(seen)
+    expect(slow_tab.menu).to_be_visible()
+    slow_tab.page.keyboard.press("Escape")
+    expect(slow_tab.menu).to_be_hidden()
+    expect(slow_tab.stop_button).to_be_visible()  # what was closed is the editor, and the menu
     slow_tab.tool(reply, "Edit").click()
     slow_tab.editor.fill("The end.")
     slow_tab.last_button("Save").click()
@@ -246,10 +257,8 @@ def test_a_fork_is_a_new_chat_that_reads_only_its_new_message(tab: ChatPage) -> 
 
 
 def test_what_reads_much_is_told_before(tab: ChatPage) -> None:
-    tab.open_entry(LONG_TITLE)
+    tab.open_entry(COSTLY_TITLE)
     expect(tab.rows).to_have_count(40)
-    tab.choose(tab.last_reply, "Fork here")  # the long chat is left as it is
-    expect(tab.page.locator("#chat-title")).to_have_text(f"{LONG_TITLE} (fork)")
     price = re.compile(r"^This reads 2,\d{3} tokens again(, about \d+ (s|min))?\.$")
     tab.tool(tab.last_reply, "Regenerate").click()
     expect(tab.question_whether).to_have_text(price)

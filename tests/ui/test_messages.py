@@ -8,7 +8,7 @@ from gradio import Chatbot
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache_store.records import Conversation, Message, Siblings
+from cache_store.records import EDITED, Conversation, Message, Siblings
 from chat.chats import ChatView
 from chat.stats import TurnStats
 from ui.messages import chat_rows, row_mark, row_marks, window
@@ -94,3 +94,27 @@ def test_a_failed_reply_shows_its_sentence() -> None:
     assert mark["error"] == "The device had no memory left."
     assert mark["note"] is None
     assert row_mark(replace(REPLY, status="failed"), None)["error"]
+
+
+def test_a_reply_that_was_cut_or_edited_can_go_on() -> None:
+    def offer(**changed: str) -> str | None:
+        return row_mark(replace(REPLY, **changed), None)["offer"]  # pyright: ignore[reportArgumentType]
+
+    assert offer(status="stopped", finish_reason="stopped") == "continue"
+    assert offer(status="stopped", finish_reason="length") == "continue"
+    assert offer(status="failed", finish_reason="error") == "continue"
+    assert offer(finish_reason=EDITED) == "continue"
+    assert offer(finish_reason="eos") is None
+    assert offer(status="running") is None
+    assert offer(status="stopped", finish_reason="stopped", text=" ") is None
+    assert offer(status="stopped", finish_reason="context") is None
+
+
+def test_an_edited_reply_says_so() -> None:
+    assert row_mark(replace(REPLY, finish_reason=EDITED), None)["note"] == "Edited"
+
+
+def test_only_a_question_at_the_end_asks_for_a_reply() -> None:
+    marks = row_marks(ChatView(CHAT, (QUESTION, REPLY, QUESTION), {}, None), (QUESTION, REPLY, QUESTION))
+    assert [mark["offer"] for mark in marks] == [None, None, "answer"]
+    assert [mark["note"] for mark in marks] == [None, None, "This message has no reply"]

@@ -147,7 +147,7 @@ function boot() {
   if (!chat) return setTimeout(boot, 50);
   kw.repaint = repaint;
   document.addEventListener("focusin", noteFocus);
-  document.addEventListener("pointerdown", noteFocus, true);
+  document.addEventListener("pointerdown", () => { focused = null; }, true);
   repaint();
 }
 

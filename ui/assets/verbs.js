@@ -21,6 +21,7 @@ const LONGEST_BEGINNING = "2000";
 const compact = window.matchMedia("(max-width: 860px), (pointer: coarse)");
 const touch = window.matchMedia("(pointer: coarse)");
 let pending = null;
+let last = {};
 let desk = null;
 let number = 0;
 let putBack = "";
@@ -28,12 +29,13 @@ let putBack = "";
 const rowOf = (id) => (kw.marks.rows || []).findIndex((mark) => mark.id === id);
 const rowAt = (row) => document.querySelectorAll("#chat .message-row")[row];
 
-// A second click just after the first means the same act.
+// The second click of a double click does not ask for another reply.
 function act(verb, id, more = {}) {
   const row = rowOf(id);
-  const isTwice = pending && pending.verb === verb && pending.id === id && Date.now() - pending.at < TWICE_MS;
-  if (row < 0 || (isTwice && !more.sure)) return;
-  pending = { number: ++number, verb, id, more, at: Date.now() };
+  const isTwice = WRITING.has(verb) && !more.sure && last.verb === verb && Date.now() - last.at < TWICE_MS;
+  if (row < 0 || isTwice) return;
+  last = { verb, at: Date.now() };
+  pending = { number: ++number, verb, id, more };
   trigger(verb, { row, number, ...more });
 }
 
@@ -119,6 +121,7 @@ function edit(id, text) {
   const saves = !isReply ? [button("Send", () => save(false), "kw-first")]
     : !follows ? [button("Save", () => save(true), "kw-first")]
     : [button("Save as a branch that ends here", () => save(false)), button("Save and keep what follows", () => save(true), "kw-first")];
+  saves.at(-1).title = "Ctrl+Enter";
   area.addEventListener("keydown", (event) => {
     if (event.key !== "Enter" || event.isComposing || !(event.ctrlKey || event.metaKey)) return;
     event.preventDefault();
@@ -191,12 +194,18 @@ function showMenu(from, mark) {
   if (!menu.isConnected) document.body.append(menu);
   opener = from;
   menu.showPopover();
+  placeMenu();
   from.setAttribute("aria-expanded", "true");
-  const at = from.getBoundingClientRect();
-  const below = at.bottom + 6 + menu.offsetHeight < window.innerHeight - 8;
-  menu.style.top = `${below ? at.bottom + 6 : Math.max(8, at.top - 6 - menu.offsetHeight)}px`;
-  menu.style.left = `${Math.max(8, Math.min(at.right - menu.offsetWidth, window.innerWidth - menu.offsetWidth - 8))}px`;
   menu.firstChild.focus({ preventScroll: true });
+}
+
+// Next to its button, also while the chat moves under it.
+function placeMenu() {
+  if (!menu.isConnected || !menu.matches(":popover-open") || !opener.isConnected) return;
+  const at = opener.getBoundingClientRect();
+  const isBelow = at.bottom + 6 + menu.offsetHeight < window.innerHeight - 8;
+  menu.style.top = `${isBelow ? at.bottom + 6 : Math.max(8, at.top - 6 - menu.offsetHeight)}px`;
+  menu.style.left = `${Math.max(8, Math.min(at.right - menu.offsetWidth, window.innerWidth - menu.offsetWidth - 8))}px`;
 }
 
 menu.addEventListener("toggle", (event) => event.newState === "closed" && opener?.setAttribute("aria-expanded", "false"));
@@ -208,7 +217,7 @@ menu.addEventListener("keydown", (event) => {
   if (event.key === "Escape" || to !== undefined) event.preventDefault();
   if (to !== undefined) items[to % items.length].focus();
 });
-document.addEventListener("scroll", () => menu.isConnected && menu.hidePopover(), { capture: true, passive: true });
+document.addEventListener("scroll", placeMenu, { capture: true, passive: true });
 
 // Undo and redo
 
