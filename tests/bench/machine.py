@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import platform
 from pathlib import Path
+from typing import Any
 
+import psutil
 import torch
 import transformers
 
@@ -19,6 +21,12 @@ def describe_machine() -> dict[str, str]:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
+
+
+def bytes_written() -> int:
+    """Bytes passed to write calls by this process so far; Linux counts them."""
+    counters: Any = psutil.Process().io_counters()
+    return counters.write_chars
 
 
 def _cpu_name() -> str:

@@ -15,13 +15,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from chat.chats import ChatView
 from chat.model import LoadedModel
 from chat.settings import CacheSettings, SamplingSettings
 from chat.stats import TurnStats
 from tests.bench.default_model import load_default_model
+from tests.bench.machine import bytes_written
 from tests.bench.prose import prose
 from tests.house import House
 
@@ -58,14 +57,14 @@ def _write_chat(loaded: LoadedModel) -> tuple[int, int]:
     """Bytes written and tokens computed for the first time."""
     with tempfile.TemporaryDirectory() as folder:
         house = House(Path(folder), loaded, settings=CacheSettings(), max_disk_bytes=DISK)
-        before = _bytes_written()
+        before = bytes_written()
         with house:
             num_new, chat = 0, None
             for turn in range(NUM_TURNS):
                 view = _take_turn(house, chat, turn)
                 chat = view.conversation.id
                 num_new += _num_new(view)
-        return _bytes_written() - before, num_new
+        return bytes_written() - before, num_new
 
 
 def _take_turn(house: House, chat: str | None, turn: int) -> ChatView:
@@ -79,12 +78,6 @@ def _take_turn(house: House, chat: str | None, turn: int) -> ChatView:
 def _num_new(view: ChatView) -> int:
     stats = TurnStats.from_json(view.messages[-1].stats)
     return stats.num_prefilled_tokens - stats.num_read_again + stats.num_reply_tokens
-
-
-def _bytes_written() -> int:
-    """Bytes passed to write calls by this process so far; Linux counts them."""
-    counters: Any = psutil.Process().io_counters()
-    return counters.write_chars
 
 
 def _decode_speeds(loaded: LoadedModel) -> tuple[float, float]:
