@@ -111,11 +111,13 @@ def start_turn(
     lent = places.live.take(conversation.id)
     limit = len(prompt) - 1
     past = _past(places, lent, conversation, path, prompt)
+    owned = [lent]
+    del lent  # handed over, so that its memory is free as soon as `_beginning` gives it up
     try:
-        found = _beginning(places, lent, past.own, conversation, prompt, min(num_old, limit))
+        found = _beginning(places, owned, past.own, conversation, prompt, min(num_old, limit))
     except BaseException:
-        if lent is not None:
-            places.live.keep(conversation.id, lent)
+        if (kept := owned.pop()) is not None:
+            places.live.keep(conversation.id, kept)
         raise
     num_cached = len(found.cache)
     num_again = 0 if past.extends else max(0, min(num_old, limit) - num_cached)
@@ -163,13 +165,15 @@ def _past(
 
 def _beginning(
     places: Places,
-    lent: LiveCache | None,
+    owned: list[LiveCache | None],
     own: int,
     conversation: Conversation,
     prompt: Prompt,
     num_old: int,
 ) -> _Beginning:
-    """The longest beginning of the prompt, one token short of it, that need not be read."""
+    """The longest beginning of the prompt, one token short of it, that need not be read. `owned` holds the
+    lent cache, or what is left of it: nothing, once it was given up."""
+    (lent,) = owned
     usable_ids = prompt.token_ids[:-1]
     target = places.live.boundary(conversation.owner, usable_ids, lent)
     reach = max(own, len(target[0]) if target else 0)
@@ -183,7 +187,7 @@ def _beginning(
     if rolled is not None:
         cache = rolled
     elif other is not None:
-        lent, num_saved = None, 0  # given up before its successor is allocated
+        owned[0], lent, num_saved = None, None, 0  # given up before its successor is allocated
         cache = other.copy_prefix(shared, len(prompt))
     else:
         cache = lent.cache if lent is not None and own else places.new_cache()
