@@ -1,0 +1,24 @@
+"""What kinds of cache are called before people."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from chat.settings import CacheKind
+
+KIND_NAMES: Mapping[CacheKind, str] = {
+    "dynamic": "full precision",
+    "native8": "8 bit",
+    "native4": "4 bit",
+    "fp8": "8-bit floating point",
+    "hqq8": "8 bit by hqq",
+    "hqq4": "4 bit by hqq",
+    "hqq2": "2 bit by hqq",
+    "quanto4": "4 bit by quanto",
+    "quanto2": "2 bit by quanto",
+}
+
+
+def name_of(kind: CacheKind) -> str:
+    """In the middle of a sentence; the option's word where there is none."""
+    return KIND_NAMES.get(kind, kind)
