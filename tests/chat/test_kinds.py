@@ -450,7 +450,7 @@ def test_kinds_never_read_each_others_rows_and_both_stay_on_disk(tmp_path: Path,
         view = house.say("Two.", chat_id)
         assert stats(view).num_disk_tokens == 0
         assert stats(view).reasons["fingerprint"] > 0
-        assert stats(view).changed_setting == f"cache kind was dynamic, is {kind}"
+        assert stats(view).changed_setting == f"cache kind was dynamic, is {parameters(settings_of(kind))}"
         house.restart()
         assert stats(house.say("Three.", chat_id)).num_read_again == 0
     with house_of(tmp_path, "dynamic", "llama") as house:
