@@ -485,6 +485,51 @@ def test_a_tight_budget_holds_more_of_a_quantized_chat(tmp_path: Path) -> None:
     assert lengths[1] > 2 * lengths[0]
 
 
+@saved_kinds
+def test_the_default_model_edits_and_resumes_in_every_kind(
+    tmp_path: Path, kind: CacheKind, default_model: LoadedModel
+) -> None:
+    """Laws 1 and 3 where answers mean something."""
+    settings_of(kind)
+    straight, restarted = (
+        _default_model_chat(tmp_path / name, kind, default_model, restarting=name == "restarted")
+        for name in ("straight", "restarted")
+    )
+    assert straight[0] == restarted[0]
+    assert_same_rows(straight[1], restarted[1])
+
+
+def _default_model_chat(
+    folder: Path, kind: CacheKind, loaded: LoadedModel, *, restarting: bool
+) -> tuple[list[tuple[int, ...]], Mapping[str, Tensor]]:
+    """The ids of all messages after every verb, and the rows held then; nothing was read twice."""
+    folder.mkdir()
+    greedy = SamplingSettings(temperature=0, max_new_tokens=6)
+    with House(
+        folder,
+        loaded,
+        max_disk_bytes=10**9,
+        settings=CacheSettings(kind=kind),
+        default_system_prompt="You are a helpful AI assistant.",
+    ) as house:
+        view = house.say("What is the capital of France?", None, greedy)
+        assert "Paris" in view.messages[-1].text
+        chat_id = view.conversation.id
+        for verb in ("regenerate", "edit", "say"):
+            if restarting:
+                house.restart()
+            if verb == "say":
+                view = house.say("And of Italy? Answer in one sentence.", chat_id, greedy)
+            elif verb == "regenerate":
+                view = house.regenerate(view.messages[-1].id, greedy)
+            else:
+                view = house.edit(view.messages[-2].id, "And of Spain?", greedy)
+            assert stats(view).num_read_again == 0
+            house.check_invariant(chat_id)
+        ids = [message.token_ids for message in view.messages]
+        return ids, house.kept()[chat_id].cache.rows_out(0)
+
+
 # what can be had
 
 

@@ -97,6 +97,13 @@ def test_eight_bits_are_off_by_half_a_step_at_most(width: int) -> None:
     assert ((unpacked(codec, parts, width) - rows).abs() <= step * 0.501 + rounding).all()
 
 
+def test_every_number_of_eight_bit_floating_point_is_unpacked_exactly() -> None:
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    codes = codes[codes.float().isfinite()]
+    parts = {"codes": codes.expand(HEADS, 1, -1), "peak": torch.full((HEADS, 1, 1), 448.0).half()}
+    assert torch.equal(unpacked(CODECS["fp8"], parts, len(codes))[0, 0], codes.float())
+
+
 @pytest.mark.parametrize("width", [16, 64, 80, 128])
 def test_a_rotation_spares_a_row_the_cost_of_its_largest_element(width: int) -> None:
     """What it is for: without it the small elements drown in the steps that the large one needs."""
@@ -454,6 +461,19 @@ def test_what_went_out_is_what_is_held_from_then_on() -> None:
     new = rows.between(CHUNK + 4, CHUNK + 5)
     seen = zip(layer.update(*new), restored.update(*new), strict=True)
     assert all(torch.equal(mine, theirs) for mine, theirs in seen)
+
+
+def test_rows_from_elsewhere_come_behind_rows_that_were_waiting() -> None:
+    """Where a live cache goes on with rows from the disk before its own were saved."""
+    rows, saved, cache = Rows.random(CHUNK + 5), chunked_layer(), chunked_layer()
+    saved.append(*rows.between(0, CHUNK + 5))
+    cache.append(*rows.between(0, 3))
+    new = saved.rows_out(3)
+    cache.prepare({name: part[:, :0] for name, part in new.items()}, CHUNK + 5)
+    for name, part in cache.room(3, CHUNK + 5).items():
+        part.copy_(new[name])
+    cache.adopt(CHUNK + 5)
+    assert_same(cache.rows_out(0), saved.rows_out(0))
 
 
 # working memory
