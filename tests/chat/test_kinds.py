@@ -49,11 +49,13 @@ SEEDED = SamplingSettings(temperature=0.8, max_new_tokens=12, seed=7)
 KINDS: tuple[CacheKind, ...] = get_args(CacheKind)
 QUANTIZED = KINDS[1:]
 ROW_MODELS = ("llama", "odd heads")
-MIXED_MODELS = ("gemma3_text", "lfm2", "falcon_h1", "gpt_oss")
+MIXED_MODELS = ("gemma3_text", "gemma4_text", "lfm2", "falcon_h1", "gpt_oss")
 
 
 @lru_cache
 def model(name: str) -> LoadedModel:
+    if name == "gemma4_text":  # heads of another size in every second layer
+        return tiny_model(name, global_head_dim=32)
     if name == "odd heads":  # 3 groups of 6, and one head
         return tiny_llama(head_dim=18, num_key_value_heads=1)
     return tiny_model(name)
