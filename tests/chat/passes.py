@@ -43,6 +43,10 @@ class Hold:
         """Raises AssertionError when the pass does not come."""
         assert self._reached.wait(PATIENCE_S), "the model never came to the pass that was to be held"
 
+    def is_reached(self, timeout_s: float) -> bool:
+        """Whether the pass has begun, or begins within that time."""
+        return self._reached.wait(timeout_s)
+
     def release(self) -> None:
         self._released.set()
 
@@ -96,6 +100,10 @@ class Passes:
     def plan(self, action: Callable[[], None], number: int = 1) -> None:
         """Run `action` at the beginning of the `number`-th pass from now."""
         self._plans[self.num_passes + number] = action
+
+    def forget_plans(self) -> None:
+        """What was planned and has not come will not come."""
+        self._plans.clear()
 
     def _watched(self, *args: Any, **kwargs: Any) -> Any:
         self.num_passes += 1

@@ -7,7 +7,6 @@ Chats are written once for each kind of model, on disk; every test harms a copy 
 from __future__ import annotations
 
 import errno
-import io
 import os
 import pickle
 import shutil
@@ -22,18 +21,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cache_store.records import Segment
-from cache_store.segments import Segments
 from chat.model import LoadedModel
-from chat.saver import Saver
 from chat.settings import SamplingSettings
 from chat.stats import TurnStats
 from tests.cache_store.talk import dump
+from tests.chat.disks import PLENTY, Disk, HouseOnDisk
 from tests.chat.passes import dictated
 from tests.chat.replies import encode
 from tests.house import OWNER, House
 from tests.tiny_models import tiny_model
 
-PLENTY = 10**9
 SHORT = SamplingSettings(temperature=0, max_new_tokens=6)
 KINDS = ("llama", "gemma3_text", "lfm2")
 """Full attention; sliding windows and full attention; convolutions and full attention."""
@@ -349,61 +346,13 @@ def refuse_to_open(patch: pytest.MonkeyPatch, file: Path, code: int) -> None:
 # The disk has no room, or may not be written
 
 
-class Disk:
-    """What a house's cache folder lies on. `free`: bytes that it says it has left. `broken_after`: how many
-    portions may be written before every call fails with `code`; None: it works."""
-
-    def __init__(self) -> None:
-        self.free = PLENTY
-        self.broken_after: int | None = None
-        self.code = errno.ENOSPC
-
-    def check(self) -> None:
-        if self.broken_after is not None:
-            if not self.broken_after:
-                raise OSError(self.code, os.strerror(self.code))
-            self.broken_after -= 1
-
-
-class HouseOnDisk(House):
-    """A house whose cache folder lies on a `Disk`."""
-
-    def __enter__(self) -> HouseOnDisk:
-        return self
-
-    disk_below = Disk()
-
-    def _open_disk(self) -> tuple[Segments | None, Saver | None]:
-        kv = self.folder / "kv"
-        kv.mkdir(exist_ok=True)
-        disk_free = lambda _: self.disk_below.free  # noqa: E731
-        segments = Segments(self.database, kv, self.max_disk_bytes or 0, disk_free=disk_free, reserve_bytes=0)
-        segments.sweep()
-        saver = Saver(segments)
-        saver.start()
-        return segments, saver
-
-
 @pytest.fixture(params=KINDS)
 def on_disk(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Generator[HouseOnDisk]:
-    disk = HouseOnDisk.disk_below = Disk()
-    real_open = os.open
-
-    class File(io.FileIO):
-        def write(self, data: Any, /) -> int:
-            disk.check()
-            return super().write(memoryview(data)[:1000])
-
-    def open_(path: Any, flags: int, *args: Any, **options: Any) -> int:
-        if flags & os.O_CREAT and disk.code == errno.EROFS:
-            disk.check()
-        return real_open(path, flags, *args, **options)
-
-    monkeypatch.setattr(io, "FileIO", File)
-    monkeypatch.setattr(os, "open", open_)
-    with HouseOnDisk(tmp_path, model(request.param), max_disk_bytes=PLENTY) as house:
+    disk = Disk()
+    disk.install(monkeypatch)
+    with HouseOnDisk(tmp_path, model(request.param), disk) as house:
         yield house
 
 
