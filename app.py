@@ -145,6 +145,7 @@ def build_chats(options: Options, folder: DataFolder, opened: ExitStack) -> Chat
     """The store, the live caches and the inference thread behind one door; `opened` closes them again."""
     from cache_store.conversations import Conversations
     from cache_store.database import Database
+    from cache_store.kind_qualities import KindQualities
     from chat.chats import Chats
     from chat.disk import DiskCaches
     from chat.layers.kinds import cache_fingerprint
@@ -170,6 +171,7 @@ def build_chats(options: Options, folder: DataFolder, opened: ExitStack) -> Chat
         store,
         worker,
         live,
+        KindQualities(database),
         model_name=options.model.name,
         default_system_prompt=options.system_prompt,
         saver=saver,

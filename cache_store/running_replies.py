@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 
 from cache_store.database import Database, Value
 from cache_store.errors import NotFound
-from cache_store.records import Json, Message, Status
+from cache_store.records import Beginning, Json, Message, Status
 from cache_store.rows import message_from_row, pack_ids, pack_json, unpack_ids
 from cache_store.tree import NOT_FOUND
 
@@ -47,6 +47,12 @@ class RunningReplies:
                     "token_ids": pack_ids(token_ids),
                 },
             )
+
+    def progress(self, reply_id: str) -> Beginning:
+        """What is stored of a running reply so far. Raises NotFound when it was deleted or has ended."""
+        with self._database.transaction():
+            self._require_running(reply_id)
+            return self._progress(reply_id)
 
     def finish_reply(
         self,
@@ -112,15 +118,22 @@ class RunningReplies:
         )
         return int(row["num_saved"])
 
-    def _finish_interrupted(self, reply_id: str) -> None:
+    def _progress(self, reply_id: str) -> Beginning:
         begun = self._database.rows("SELECT token_ids, text FROM messages WHERE id = ?", [reply_id])
         pieces = begun + self._database.rows(
             "SELECT token_ids, text FROM reply_pieces WHERE message_id = ? ORDER BY number", [reply_id]
         )
+        return Beginning(
+            "".join(piece["text"] for piece in pieces),
+            unpack_ids(b"".join(piece["token_ids"] for piece in pieces)),
+        )
+
+    def _finish_interrupted(self, reply_id: str) -> None:
+        begun = self._progress(reply_id)
         self.finish_reply(
             reply_id,
-            token_ids=unpack_ids(b"".join(piece["token_ids"] for piece in pieces)),
-            text="".join(piece["text"] for piece in pieces),
+            token_ids=begun.token_ids,
+            text=begun.text,
             status="stopped",
             finish_reason="interrupted",
             error=None,

@@ -22,6 +22,7 @@ from cache_store.file_header import STATE_PREFIX, TensorInfo
 from cache_store.segment_file import SegmentFile
 from chat.divergence import num_common
 from chat.kv_cache import KVCache
+from chat.settings import CacheSettings
 
 NUM_KEPT = 8
 """Boundaries of one chat: four turns, or one question with several answers."""
@@ -34,9 +35,11 @@ Pieces = tuple[Tensor, ...]
 class Boundary:
     """The states after `token_ids`. Of each tensor there are pieces, which make it up when put together along
     the last dimension but one, as far as its shape asks for; most have one piece. `needs_rows`: other layers
-    of the cache have rows, without which the states are of no use."""
+    of the cache have rows, without which the states are of no use. `settings`: the kind of cache; neither
+    rows nor states of another kind belong to them."""
 
     owner: str
+    settings: CacheSettings
     token_ids: tuple[int, ...]
     needs_rows: bool
     shapes: Mapping[str, tuple[int, ...]]
@@ -71,7 +74,7 @@ class BoundaryStates:
     def note(self, conversation_id: str, owner: str, cache: KVCache) -> None:
         """Keep the states that a cache with states has now, as the newest ones of this conversation."""
         key = (conversation_id, cache.token_ids)
-        if key in self._kept:
+        if key in self._kept and self._kept[key].settings == cache.settings:
             self._kept.move_to_end(key)
             return
         self._kept[key] = self._boundary(conversation_id, owner, cache)
@@ -79,13 +82,16 @@ class BoundaryStates:
         for old in mine[: -self._num_kept]:
             del self._kept[old]
 
-    def best(self, owner: str, token_ids: Sequence[int], num_rows: int) -> Boundary | None:
-        """The longest of an owner's boundaries that is a beginning of `token_ids`, when there are rows for
-        the first `num_rows` of these tokens."""
+    def best(
+        self, owner: str, settings: CacheSettings, token_ids: Sequence[int], num_rows: int
+    ) -> Boundary | None:
+        """The longest of an owner's boundaries of a kind that is a beginning of `token_ids`, when there are
+        rows for the first `num_rows` of these tokens."""
         fitting = (
             boundary
             for boundary in self._kept.values()
             if boundary.owner == owner
+            and boundary.settings == settings
             and len(boundary) <= (num_rows if boundary.needs_rows else len(token_ids))
             and tuple(token_ids[: len(boundary)]) == boundary.token_ids
         )
@@ -109,24 +115,27 @@ class BoundaryStates:
         return True
 
     def _boundary(self, conversation_id: str, owner: str, cache: KVCache) -> Boundary:
-        token_ids = cache.token_ids
+        token_ids, settings = cache.token_ids, cache.settings
         tensors = cache.rows_out(len(cache))
-        base = self._base(conversation_id, token_ids)
+        base = self._base(conversation_id, settings, token_ids)
         states = {name: state for name, state in tensors.items() if name.startswith(STATE_PREFIX)}
         return Boundary(
             owner,
+            settings,
             token_ids,
             len(states) < len(tensors),
             {name: tuple(state.shape) for name, state in states.items()},
             {name: _pieces(name, state, base, len(token_ids)) for name, state in states.items()},
         )
 
-    def _base(self, conversation_id: str, token_ids: tuple[int, ...]) -> Boundary | None:
+    def _base(
+        self, conversation_id: str, settings: CacheSettings, token_ids: tuple[int, ...]
+    ) -> Boundary | None:
         """The boundary before this one on its path."""
         above = (
             boundary
             for (name, ids), boundary in self._kept.items()
-            if name == conversation_id and token_ids[: len(ids)] == ids
+            if name == conversation_id and boundary.settings == settings and token_ids[: len(ids)] == ids
         )
         return max(above, key=len, default=None)
 

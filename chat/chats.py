@@ -1,8 +1,8 @@
 """What a page can ask for: the one door between the user interface and everything below it.
 
 Every method takes the owner first and lets the store check it; an id alone opens nothing. The verbs come
-from `Questions` (a reply is due) and `Branches` (only the tree changes); none of them waits for the model to
-write.
+from `Questions` (a reply is due), `Branches` (only the tree changes) and `KindChoices` (how a chat's cache is
+kept); none of them waits for the model to write.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ import time
 from dataclasses import replace
 
 from cache_store.conversations import ConversationList, Conversations
+from cache_store.kind_qualities import KindQualities
 from cache_store.records import Conversation, Message
-from chat.branches import Branches
 from chat.cache_tree import CacheTree, read_cache_tree
 from chat.chat_view import ChatView, ModelStatus
+from chat.kind_choices import KindChoices
 from chat.live_caches import LiveCaches
 from chat.questions import NEW_CHAT, one_line, refuse_empty
 from chat.saver import Saver
@@ -24,7 +25,7 @@ SAVING_PATIENCE_S = 1.0
 """How long a look at the caches waits for rows that are on their way to the disk."""
 
 
-class Chats(Branches):
+class Chats(KindChoices):
     """See the module. Raises `ChatError` or `StoreError` subclasses; their text is for people."""
 
     def __init__(
@@ -32,6 +33,7 @@ class Chats(Branches):
         store: Conversations,
         worker: Worker,
         live: LiveCaches,
+        qualities: KindQualities,
         *,
         model_name: str,
         default_system_prompt: str = "",
@@ -40,7 +42,9 @@ class Chats(Branches):
     ) -> None:
         """Without a `saver` no cache is saved; `why_not_saved` is the sentence for it, empty when that is
         as somebody wished."""
-        super().__init__(store, worker, live, default_system_prompt=default_system_prompt, saver=saver)
+        super().__init__(
+            store, worker, live, qualities, default_system_prompt=default_system_prompt, saver=saver
+        )
         self._model_name = model_name
         self._why_not_saved = why_not_saved
 

@@ -54,10 +54,10 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in _MEMORY_WORDS)
 
 
-def log_and_release(error: BaseException) -> None:
-    """Log the traceback, then let go of everything its frames hold, on the device too."""
+def log_and_release(error: BaseException, what: str = "a reply") -> None:
+    """Log what failed with the traceback, then let go of everything its frames hold, on the device too."""
     # As text: a record with the exception itself would keep the frames for as long as a handler keeps it.
-    log.error("a reply failed\n%s", "".join(traceback.format_exception(error)))
+    log.error("%s failed\n%s", what, "".join(traceback.format_exception(error)))
     link: BaseException | None = error
     while link is not None:
         traceback.clear_frames(link.__traceback__)

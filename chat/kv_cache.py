@@ -10,7 +10,7 @@ nothing. Only absolute lengths leave this module.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from weakref import WeakKeyDictionary
 
@@ -118,16 +118,26 @@ class KVCache:
         passed: a mask of any other length than held + new would be silently wrong. Raises CacheMismatch
         when a layer did not take all tokens, and whatever the model raises; then call `recover`.
         """
+        return self._pass(token_ids, 1)[:, -1]
+
+    @torch.inference_mode()
+    def feed_for_all(self, token_ids: Sequence[int]) -> Tensor:
+        """As `feed`, with the logits `[n, vocab]` after each of the new tokens."""
+        return self._pass(token_ids, len(token_ids))[0]
+
+    def _pass(self, token_ids: Sequence[int], num_logits: int) -> Tensor:
         if not token_ids:
             raise ValueError("there is nothing to feed")
         self.check()
         input_ids = torch.tensor([list(token_ids)], dtype=torch.long, device=self._model.device)
-        outputs = self._model(input_ids=input_ids, cache=self._cache, use_cache=True, logits_to_keep=1)
+        outputs = self._model(
+            input_ids=input_ids, cache=self._cache, use_cache=True, logits_to_keep=num_logits
+        )
         if not self._token_ids:
             self._note_idle_layers()
         self._token_ids.extend(token_ids)
         self.check()
-        return outputs.logits[:, -1]
+        return outputs.logits
 
     def can_crop_to(self, num_tokens: int) -> bool:
         """Whether `crop_to` would be exact for every layer."""
@@ -188,22 +198,45 @@ class KVCache:
         The rows are those of a chat that was dense up to here, not byte for byte those of one that never was.
         Raises CacheMismatch when `can_convert_to` says no.
         """
-        if not self.can_convert_to(settings):
-            raise CacheMismatch(f"rows of the kind {self._settings.kind} cannot become {settings.kind}")
         other = KVCache(self._model, settings)
+        for _ in self._convert_layers(other, room_for):
+            pass
+        return other
+
+    @torch.inference_mode()
+    def turned_into(self, other: KVCache, room_for: int = 0) -> KVCache:
+        """As `converted_to`, into a cache that is empty or, where no layer has a state, holds the first of
+        these tokens already. This cache is used up: each layer lets go of its rows as soon as they are
+        converted, so that the two never stand whole beside each other (see `nbytes_to_turn`)."""
+        for layer in self._convert_layers(other, room_for):
+            if isinstance(layer, RowLayer):
+                layer.reset()
+        self._token_ids.clear()
+        return other
+
+    def nbytes_to_turn(self, other: KVCache, room_for: int = 0) -> int:
+        """The most bytes that both caches take together at any moment of `turned_into`; only caches with
+        layers of very different sizes may take somewhat more."""
+        then = other.nbytes_for(max(room_for, len(self)))
+        if len(other):
+            return self.nbytes + then
+        num_layers = max(1, len(self._rows))
+        return max(self.nbytes + then // num_layers, then + self.nbytes // num_layers)
+
+    def _convert_layers(self, other: KVCache, room_for: int) -> Iterator[object]:
+        """Fill `other` layer by layer, yielding each layer of ours that is done."""
+        if not self.can_convert_to(other.settings) or self._token_ids[: len(other)] != other._token_ids:
+            raise CacheMismatch(f"rows of the kind {self._settings.kind} cannot become {other.settings.kind}")
         other.reserve(max(room_for, len(self)))
-        for source, target in zip(self._rows, other._rows, strict=True):
-            if type(source) is type(target):
-                target.copy_from(source, source.num_tokens)
-            elif source.keys is not None and source.values is not None:
-                target.append(source.keys, source.values)
         for source, target in zip(self._cache.layers, other._cache.layers, strict=True):
+            if isinstance(source, RowLayer) and isinstance(target, RowLayer):
+                _convert_rows(source, target)
             if has_state(source) and self._token_ids:
                 put_back(target, state_of(source), len(self))
+            yield source
         other._token_ids = self._token_ids.copy()
         other._idle = self._idle
         other.check()
-        return other
 
     def can_be_saved(self) -> bool:
         """Whether `rows_out` tells everything: a kind of layer that we do not know is never half saved."""
@@ -342,6 +375,14 @@ def _crop_layer(layer: object, num_tokens: int) -> None:
         layer.crop_to(min(num_tokens, layer.num_tokens))
     elif isinstance(layer, DynamicLayer) and layer.is_initialized:
         layer.crop(num_tokens - layer.get_seq_length())
+
+
+def _convert_rows(source: RowLayer, target: RowLayer) -> None:
+    start = target.num_tokens
+    if type(source) is type(target) and not start:
+        target.copy_from(source, source.num_tokens)
+    elif source.keys is not None and source.values is not None and start < source.num_tokens:
+        target.append(source.keys[:, :, start:], source.values[:, :, start:])
 
 
 def _workspace_of(model: PreTrainedModel) -> Workspace:

@@ -3,7 +3,8 @@
 A cache is either kept here or lent to the one reply that is being written; never both. The budget is
 checked before anything is allocated: `make_room` evicts the least recently used caches first and refuses
 what would not fit even alone. What was forgotten is remembered by cause, so that a later turn can say
-why it reads again. Prefixes are shared between conversations of one owner and never across owners.
+why it reads again. Prefixes are shared between conversations of one owner and one kind of cache, never across
+owners or kinds.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from cache_store.records import Message
 from chat.boundary_states import Boundary, BoundaryStates
 from chat.errors import MemoryLimit
 from chat.kv_cache import KVCache
+from chat.settings import CacheSettings
 from chat.stats import Reason
 
 
@@ -28,7 +30,8 @@ class LiveCache:
     came from disk when the chat was opened (see `chat.warming`) and no turn has used it yet; so many files
     were found damaged on the way. `num_allowed`: only so many of its tokens may still be used, because the
     rest was deleted (None: all). `lost`: why tokens that followed on its path are not held any more, when the
-    cache had to go back behind them."""
+    cache had to go back behind them. `num_from_disk`: so many of its first tokens were loaded from disk and
+    no turn has used them yet."""
 
     owner: str
     cache: KVCache
@@ -40,6 +43,7 @@ class LiveCache:
     num_damaged_files: int = 0
     num_allowed: int | None = None
     lost: Reason | None = None
+    num_from_disk: int = 0
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -126,20 +130,26 @@ class LiveCaches:
                 pass
 
     def boundary(
-        self, owner: str, token_ids: Sequence[int], lent: LiveCache | None = None
+        self,
+        owner: str,
+        settings: CacheSettings,
+        token_ids: Sequence[int],
+        lent: LiveCache | None = None,
     ) -> tuple[Boundary, KVCache | None] | None:
         """The longest beginning of `token_ids` that a cache with states can go back to: one of the owner's
-        kept caches, or the lent one; and the cache whose rows are needed for it, if any are."""
+        kept caches of this kind, or the lent one; and the cache whose rows are needed for it, if any are."""
         with self._lock:
             caches = [
-                live for live in (lent, *self._kept.values()) if live is not None and live.owner == owner
+                live
+                for live in (lent, *self._kept.values())
+                if live is not None and live.owner == owner and live.cache.settings == settings
             ]
             sources = [
                 (live.num_common(token_ids), live.cache) for live in caches if not live.cache.has_rows()
             ]
             best: tuple[Boundary, KVCache | None] | None = None
             for num_rows, cache in [*sources, (0, None)]:
-                found = self._states.best(owner, token_ids, num_rows)
+                found = self._states.best(owner, settings, token_ids, num_rows)
                 if found is not None and (best is None or len(found) > len(best[0])):
                     best = (found, cache if found.needs_rows else None)
             return best
@@ -153,15 +163,20 @@ class LiveCaches:
                 num_allowed = max(map(live.num_common, paths), default=0)
                 self._kept[conversation_id] = replace(live, num_allowed=num_allowed)
 
-    def num_usable(self, owner: str, conversation_id: str, token_ids: Sequence[int]) -> int:
-        """How many of these tokens the conversation's kept cache has at its beginning and can be cut to, or
-        can be had at a boundary, or can be copied out of another cache of the owner."""
+    def num_usable(
+        self, owner: str, settings: CacheSettings, conversation_id: str, token_ids: Sequence[int]
+    ) -> int:
+        """How many of these tokens the conversation's kept cache, of this kind or to be converted to it, has
+        at its beginning and can be cut to, or can be had at a boundary, or can be copied out of another cache
+        of the owner."""
         with self._lock:
             live = self._kept.get(conversation_id)
             common = live.num_common(token_ids) if live is not None else 0
-            own = common if live is not None and live.cache.can_crop_to(common) else 0
-            boundary = self.boundary(owner, token_ids)
-            return max(own, len(boundary[0]) if boundary else 0, self.longest_prefix(owner, token_ids)[1])
+            is_ours = live is not None and live.cache.can_convert_to(settings)
+            own = common if live is not None and is_ours and live.cache.can_crop_to(common) else 0
+            boundary = self.boundary(owner, settings, token_ids)
+            _, shared = self.longest_prefix(owner, settings, token_ids)
+            return max(own, len(boundary[0]) if boundary else 0, shared)
 
     def why_missing(self, conversation_id: str) -> Reason | None:
         """Why a conversation has no cache although it had one in this process; None when it had none."""
@@ -174,13 +189,15 @@ class LiveCaches:
             mine = {name: live for name, live in self._kept.items() if live.owner == owner}
             return {name: Holding(live.token_ids, live.cache.nbytes) for name, live in mine.items()}
 
-    def longest_prefix(self, owner: str, token_ids: Sequence[int]) -> tuple[KVCache | None, int]:
-        """The kept cache of this owner that shares the longest beginning with `token_ids`, and its length.
-        Only caches whose prefix can be copied out count."""
+    def longest_prefix(
+        self, owner: str, settings: CacheSettings, token_ids: Sequence[int]
+    ) -> tuple[KVCache | None, int]:
+        """The kept cache of this owner and kind that shares the longest beginning with `token_ids`, and its
+        length. Only caches whose prefix can be copied out count."""
         with self._lock:
             best: tuple[KVCache | None, int] = (None, 0)
             for live in self._kept.values():
-                if live.owner != owner or not live.cache.has_rows():
+                if (live.owner, live.cache.settings) != (owner, settings) or not live.cache.has_rows():
                     continue
                 length = live.num_common(token_ids)
                 if length and length >= best[1]:  # of equals the most recently used one

@@ -12,13 +12,15 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 from cache_store.records import EDITED, Chain, Conversation, Message
-from chat.disk import NOTHING, DiskCaches, states_at_ends
+from chat.conversion import converted
+from chat.disk import CACHE_KIND, NOTHING, DiskCaches, changed, states_at_ends
 from chat.divergence import Decode, divergence_of
 from chat.errors import MemoryLimit
 from chat.kv_cache import KVCache
 from chat.live_caches import LiveCache, LiveCaches
 from chat.prompt import Prompt
 from chat.rollback import rolled_back
+from chat.settings import CacheSettings
 from chat.stats import Divergence, Reason, TurnStats
 
 ONLY_NEW: frozenset[Reason] = frozenset({"new", "boundary"})
@@ -58,13 +60,14 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Where caches come from: those in RAM, those on disk (None: saving is off), and new ones. `decode` turns
-    ids into the text shown for a divergence."""
+    """Where caches of one kind come from: those in RAM, those on disk (None: saving is off), and new ones.
+    `decode` turns ids into the text shown for a divergence."""
 
     live: LiveCaches
     disk: DiskCaches | None
     new_cache: Callable[[], KVCache]
     decode: Decode
+    settings: CacheSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +111,9 @@ def start_turn(
     `num_old`: how many prompt tokens an earlier turn on this path computed. Raises MemoryLimit when the
     prompt's cache would exceed the budget alone; the conversation then keeps the cache it had.
     """
-    lent = places.live.take(conversation.id)
+    lent, setting = _take(places, conversation, path, prompt)
     limit = len(prompt) - 1
-    past = _past(places, lent, conversation, path, prompt)
+    past = _past(places, lent, conversation, path, prompt, setting)
     owned = [lent]
     del lent  # handed over, so that its memory is free as soon as `_beginning` gives it up
     try:
@@ -142,21 +145,60 @@ def start_turn(
     )
 
 
+def _take(
+    places: Places, conversation: Conversation, path: Sequence[Message], prompt: Prompt
+) -> tuple[LiveCache | None, str]:
+    """The conversation's cache, lent, in the kind that is wanted now; and how the kind changed since its last
+    turn, in words. A cache of another kind that cannot be converted is given up, once the prompt's cache is
+    known to fit. Raises MemoryLimit."""
+    lent = places.live.take(conversation.id)
+    if lent is None or lent.cache.settings == places.settings:
+        return lent, _kind_changed(places, _kind_before(path))
+    setting = _kind_changed(places, lent.cache.settings.kind)
+    try:
+        turned = converted(places.live, places.disk, places.new_cache, lent, conversation)
+        if turned is None:
+            places.live.make_room(places.new_cache().nbytes_for(len(prompt)))
+    except MemoryLimit:
+        places.live.keep(conversation.id, lent)
+        raise
+    except BaseException:  # whatever it was, it may have struck half-way
+        places.live.forget(conversation.id, "failed")
+        raise
+    return turned, setting
+
+
+def _kind_before(path: Sequence[Message]) -> str:
+    """The kind of cache that the last turn on this path used; empty when nobody wrote it down."""
+    for message in reversed(path):
+        if message.role == "assistant" and message.stats:
+            return TurnStats.from_json(message.stats).cache_kind
+    return ""
+
+
+def _kind_changed(places: Places, before: str) -> str:
+    kind = places.settings.kind
+    return changed(CACHE_KIND, before, kind) if before and before != kind else ""
+
+
 def _past(
     places: Places,
     lent: LiveCache | None,
     conversation: Conversation,
     path: Sequence[Message],
     prompt: Prompt,
+    setting: str,
 ) -> _Past:
+    """`setting`: how the kind of cache changed since the conversation's last turn, if it did."""
     if lent is None:
-        setting = places.disk.changed_field(conversation.id) if places.disk is not None else ""
+        if not setting and places.disk is not None:
+            setting = places.disk.changed_field(conversation.id)
         saved = places.disk.last_path(conversation.id) if places.disk is not None else ()
         return _Past(0, False, _why_gone(places, conversation, setting), saved, setting)
     common = lent.num_common(prompt.token_ids[:-1])
     own = common if lent.cache.can_crop_to(common) else 0
     if lent.is_warmed and common == len(lent.cache):  # what warming did not bring back was lost before it
-        return _Past(own, False, _why_gone(places, conversation, ""), lent.token_ids, "")
+        return _Past(own, False, _why_gone(places, conversation, setting), lent.token_ids, setting)
     if lent.lost is not None and common == len(lent.cache):
         return _Past(own, False, lent.lost, lent.token_ids, "")
     extends = common == len(lent.cache) and lent.was_read_for(path)
@@ -175,7 +217,7 @@ def _beginning(
     lent cache, or what is left of it: nothing, once it was given up."""
     (lent,) = owned
     usable_ids = prompt.token_ids[:-1]
-    target = places.live.boundary(conversation.owner, usable_ids, lent)
+    target = places.live.boundary(conversation.owner, places.settings, usable_ids, lent)
     reach = max(own, len(target[0]) if target else 0)
     chain = _saved_beginning(places, conversation, usable_ids, reach, wait=reach < num_old)
     num_files = lent.num_damaged_files if lent else 0
@@ -195,7 +237,7 @@ def _beginning(
         cache.crop_to(own)
         cache.reserve(len(prompt))
     num_saved = min(num_saved, len(cache))
-    num_live = len(cache) - (min(own, len(cache)) if lent is not None and lent.is_warmed else 0)
+    num_live = len(cache) - (min(own, len(cache), lent.num_from_disk) if lent is not None else 0)
     if places.disk is not None and chain.num_tokens > len(cache):
         loaded = places.disk.load(cache, chain, usable_ids, conversation.id, places.new_cache)
         num_live = 0 if loaded.cache is not cache else min(num_live, loaded.num_kept)
@@ -204,11 +246,10 @@ def _beginning(
     return _Beginning(cache, num_live, num_saved, num_files, chain.evicted, chain.damaged)
 
 
-def num_remembered(places: Places, conversation: Conversation, prompt: Prompt) -> int:
-    """How many tokens of a prompt `start_turn` would find, without lending or loading anything. What is lent
-    to a reply that is being written is not seen. From any thread."""
-    usable_ids = prompt.token_ids[:-1]
-    live = places.live.num_usable(conversation.owner, conversation.id, usable_ids)
+def num_remembered(places: Places, conversation: Conversation, usable_ids: Sequence[int]) -> int:
+    """How many of these tokens, a prompt without its last one, `start_turn` would find, without lending or
+    loading anything. What is lent to a reply that is being written is not seen. From any thread."""
+    live = places.live.num_usable(conversation.owner, places.settings, conversation.id, usable_ids)
     return max(live, _saved_beginning(places, conversation, usable_ids, live, wait=False).num_tokens)
 
 
@@ -227,7 +268,7 @@ def _longer_beginning(
 ) -> tuple[KVCache | None, int]:
     """Another of the owner's caches that shares a beginning of at least `least` tokens with the prompt, if
     a copy fits the budget beside it; and how long that beginning is."""
-    other, shared = places.live.longest_prefix(conversation.owner, prompt.token_ids[:-1])
+    other, shared = places.live.longest_prefix(conversation.owner, places.settings, prompt.token_ids[:-1])
     if other is None or shared < least:
         return None, 0
     try:

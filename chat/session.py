@@ -14,7 +14,7 @@ import copy
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -28,15 +28,17 @@ from chat.disk import DiskCaches
 from chat.divergence import num_common
 from chat.errors import ChatError, ContextFull
 from chat.failure import log_and_release, sentence_for
+from chat.kind_ladder import is_short_of_memory, note_of
+from chat.kind_places import KindPlaces
 from chat.kv_cache import KVCache
 from chat.live_caches import LiveCache, LiveCaches
 from chat.model import LoadedModel
 from chat.prompt import Prompt, PromptRenderer
 from chat.reply_text import ReplyText
-from chat.reuse import Origin, Places, num_computed_before, num_remembered, start_turn
+from chat.reuse import Origin, num_computed_before, num_remembered, start_turn
 from chat.rollback import rolled_back
 from chat.sampler import Sampler
-from chat.settings import CacheSettings, SamplingSettings
+from chat.settings import CacheKind, CacheSettings, SamplingSettings
 from chat.stats import TurnStats
 from chat.turn import Reading, Turn
 from chat.warming import warm
@@ -70,6 +72,21 @@ class Ended:
 Event = Reading | Delta | Ended
 
 
+@dataclass(frozen=True, slots=True)
+class _Attempt:
+    """A reply to write, and how. `note` goes into its stats; `is_smaller`: the conversation's kind of cache
+    was changed because an earlier attempt ran out of memory."""
+
+    conversation: Conversation
+    reply: Message
+    origin: Origin
+    stop: Callable[[], bool]
+    queue_s: float
+    began: float
+    note: str
+    is_smaller: bool = False
+
+
 class ChatSession:
     """A loaded model at work on stored conversations. `advance` runs on the inference thread only;
     `check_fits` and `words` may be called from any thread."""
@@ -87,7 +104,7 @@ class ChatSession:
         self._live = live
         self._settings = settings
         self._disk = disk
-        self._places = Places(live, disk, lambda: KVCache(loaded.model, settings), self._decode)
+        self.kinds = KindPlaces(loaded, live, settings, disk, self._decode)
         self._read_s_per_token = 0.0
         self._renderer = PromptRenderer(loaded.tokenizer, loaded.eos_token_ids)
         self._decoder = cast(Tokenizer, copy.deepcopy(loaded.tokenizer.backend_tokenizer))
@@ -122,6 +139,10 @@ class ChatSession:
         ends = self.loaded.eos_token_ids
         return (*ids, end if isinstance(end, int) and end in ends else min(ends))
 
+    def ids_of_text(self, text: str) -> list[int]:
+        """The ids of ordinary text. From any thread."""
+        return self._renderer.encode_text(text)
+
     def paths_without(self, conversation: Conversation, message_id: str) -> list[tuple[int, ...]]:
         """The ids of every path of a conversation down to its last message, as if this message and all below
         it were gone. From any thread."""
@@ -141,7 +162,21 @@ class ChatSession:
         """What would be read for a reply to `path` that begins so. From any thread. Raises PromptFailed."""
         begun_ids = self._begun_ids(beginning.text, beginning.token_ids)
         prompt = self._renderer.render(path, conversation.system_prompt).followed_by(begun_ids)
-        num_tokens = len(prompt) - num_remembered(self._places, conversation, prompt)
+        usable_ids = prompt.token_ids[:-1]
+        return self._cost(len(prompt) - num_remembered(self.kinds.of(conversation), conversation, usable_ids))
+
+    def costs_of_kinds(
+        self, conversation: Conversation, path: Sequence[Message], kinds: Sequence[CacheKind]
+    ) -> Mapping[CacheKind, Cost]:
+        """What of a conversation's past would be read again, if its cache were of each of these kinds from
+        now on. From any thread. Raises PromptFailed."""
+        read_ids = self._ids_read(path, conversation.system_prompt)[:-1] if path else ()
+        return {
+            kind: self._cost(len(read_ids) - num_remembered(self.kinds.of_kind(kind), conversation, read_ids))
+            for kind in kinds
+        }
+
+    def _cost(self, num_tokens: int) -> Cost:
         return Cost(num_tokens, num_tokens * self._read_s_per_token if self._read_s_per_token else None)
 
     def _ids_read(self, path: Sequence[Message], system_prompt: str) -> tuple[int, ...]:
@@ -163,7 +198,7 @@ class ChatSession:
             return
         try:
             path = self._store.path(conversation.owner, conversation.id)
-            warmed = warm(self._places, self._renderer, conversation, path)
+            warmed = warm(self.kinds.of(conversation), self._renderer, conversation, path)
             if warmed is not None:
                 self._live.keep(conversation.id, warmed)
                 self._store.message(conversation.owner, warmed.reply_id)  # it may have been deleted meanwhile
@@ -185,13 +220,25 @@ class ChatSession:
 
         `stop` is asked between two tokens and between two prefill chunks. Errors do not leave this
         generator: they end the reply as failed, with a sentence. A conversation deleted meanwhile ends it
-        as stopped.
+        as stopped. Out of memory, the reply goes on with a smaller kind of cache where its owner allows that.
         """
+        notice = self.kinds.in_use(conversation).notice
+        attempt = _Attempt(conversation, reply, origin, stop, queue_s, time.perf_counter(), notice)
+        while attempt is not None:
+            attempt = yield from self._try(attempt)
+
+    def _try(self, attempt: _Attempt) -> Generator[Event, None, _Attempt | None]:
+        """Write a reply to its end; or as far as memory goes, and return how to go on."""
+        conversation, reply = attempt.conversation, attempt.reply
         turn: Turn | None = None
         try:
-            turn = self._begin(conversation, reply, origin, stop, queue_s)
+            turn = self._begin(attempt)
+            if attempt.is_smaller:
+                self._store.set_cache_kind(conversation.owner, conversation.id, conversation.cache_kind)
             yield from self._read(turn, conversation)
             yield from self._show_and_save(turn, conversation, reply)
+            if turn.finish_reason == "memory" and (kind := self._smaller_kind(conversation)):
+                return self._with_smaller(attempt, turn, kind)
             yield self._finish(turn, conversation, reply)
         except GeneratorExit:
             raise
@@ -200,17 +247,53 @@ class ChatSession:
             yield Ended("stopped", "", None, None)
         except BaseException as error:  # whatever it was: this reply ends, the app goes on
             log_and_release(error)
+            if is_short_of_memory(error) and (kind := self._smaller_kind(conversation)):
+                return self._with_smaller(attempt, turn, kind)
             yield self._fail(turn, conversation, reply, error)
+        return None
 
-    def _begin(
-        self,
-        conversation: Conversation,
-        reply: Message,
-        origin: Origin,
-        stop: Callable[[], bool],
-        queue_s: float,
-    ) -> Turn:
-        began = time.perf_counter()
+    def _smaller_kind(self, conversation: Conversation) -> CacheKind | None:
+        """One step down from the conversation's kind, if its owner allows it."""
+        try:
+            if not self._store.may_shrink_caches(conversation.owner):
+                return None
+        except StoreError as error:
+            log.warning("whether a smaller cache is allowed could not be read: %s", error)
+            return None
+        return self.kinds.smaller_than(self.kinds.in_use(conversation).kind)
+
+    def _with_smaller(self, attempt: _Attempt, turn: Turn | None, kind: CacheKind) -> _Attempt:
+        """Go on behind what is written already. The cache, as far as it came, is there to be converted."""
+        conversation, reply, num_read = attempt.conversation, attempt.reply, 0
+        if turn is not None:
+            num_read = len(turn.cache)
+            if turn.cache.recover():
+                self._live.keep(conversation.id, self._live_cache(turn, conversation, reply))
+            else:
+                self._live.forget(conversation.id, "failed")
+            reply = self._as_far_as_written(reply)
+        return replace(
+            attempt,
+            conversation=replace(conversation, cache_kind=kind),
+            reply=reply,
+            origin=replace(attempt.origin, num_read_before=max(attempt.origin.num_read_before, num_read)),
+            note=note_of(kind),
+            is_smaller=True,
+        )
+
+    def _as_far_as_written(self, reply: Message) -> Message:
+        """The reply with what was shown of it as its beginning, and as many fewer tokens left to write."""
+        try:
+            begun = self._store.progress(reply.id)
+        except NotFound:  # the next attempt will find out, too
+            return reply
+        sampling = SamplingSettings.from_json(reply.sampling)
+        num_left = max(1, sampling.max_new_tokens - len(begun.token_ids) + len(reply.token_ids))
+        sampling = replace(sampling, max_new_tokens=num_left)
+        return replace(reply, text=begun.text, token_ids=begun.token_ids, sampling=sampling.to_json())
+
+    def _begin(self, attempt: _Attempt) -> Turn:
+        conversation, reply, origin = attempt.conversation, attempt.reply, attempt.origin
         assert reply.parent_id is not None
         path = self._store.path_to(conversation.owner, reply.parent_id)
         begun_ids = self._begun_ids(reply.text, reply.token_ids)
@@ -226,7 +309,7 @@ class ChatSession:
         )
         sampler = Sampler(sampling, seed, prompt.token_ids, loaded.device)
         start = start_turn(  # last, because it lends a cache that must come back
-            self._places,
+            self.kinds.of(conversation),
             conversation,
             path,
             prompt,
@@ -246,9 +329,10 @@ class ChatSession:
             max_new_tokens=sampling.max_new_tokens,
             num_context_tokens=loaded.num_context_tokens,
             make_room=self._make_room,
-            stop=stop,
-            began=began,
-            queue_s=queue_s,
+            stop=attempt.stop,
+            began=attempt.began,
+            queue_s=attempt.queue_s,
+            note=attempt.note,
         )
 
     def _num_computed_before(
@@ -279,11 +363,12 @@ class ChatSession:
     def _save_rows(self, turn: Turn, conversation: Conversation, *, at_least: int) -> None:
         """Hand rows that are not on disk yet to the saver, once there are `at_least` that many."""
         num_new = len(turn.cache) - turn.num_saved
-        if self._disk is None or num_new < at_least or not turn.cache.can_be_saved():
+        disk = self.kinds.of_kind(turn.cache.settings.kind).disk
+        if disk is None or num_new < at_least or not turn.cache.can_be_saved():
             return
         seconds = num_new * self._read_s_per_token
-        rows = self._disk.new_rows(conversation.owner, conversation.id, turn.cache, turn.num_saved, seconds)
-        if self._disk.save(rows):
+        rows = disk.new_rows(conversation.owner, conversation.id, turn.cache, turn.num_saved, seconds)
+        if disk.save(rows):
             turn.num_saved = len(turn.cache)
 
     def _show_and_save(self, turn: Turn, conversation: Conversation, reply: Message) -> Iterator[Delta]:
@@ -349,14 +434,7 @@ class ChatSession:
     ) -> int:
         """Hand the cache back, cut to what the conversation keeps of this reply; how many tokens that is."""
         kept = min(len(turn.cache), len(turn.prompt_ids) - turn.num_begun + num_reply_tokens)
-        live = LiveCache(
-            conversation.owner,
-            turn.cache,
-            conversation.system_prompt,
-            reply.id,
-            reply.parent_id or "",
-            min(turn.num_saved, kept),
-        )
+        live = replace(self._live_cache(turn, conversation, reply), num_saved=min(turn.num_saved, kept))
         if not turn.cache.can_crop_to(kept):
             self._give_back_less(conversation, live, kept)
             return kept
@@ -368,13 +446,24 @@ class ChatSession:
         self._live.keep(conversation.id, replace(live, num_saved=turn.num_saved))
         return kept
 
+    def _live_cache(self, turn: Turn, conversation: Conversation, reply: Message) -> LiveCache:
+        return LiveCache(
+            conversation.owner,
+            turn.cache,
+            conversation.system_prompt,
+            reply.id,
+            reply.parent_id or "",
+            min(turn.num_saved, len(turn.cache)),
+        )
+
     def _give_back_less(self, conversation: Conversation, live: LiveCache, kept: int) -> None:
         """A reply that ended within a character is a step back, which not every layer can take: then the
         cache goes back to the newest boundary before it, or is given up."""
-        target = self._live.boundary(conversation.owner, live.token_ids[:kept], live)
+        places = self.kinds.of_kind(live.cache.settings.kind)
+        target = self._live.boundary(conversation.owner, places.settings, live.token_ids[:kept], live)
         rolled = None
         if target is not None:
-            rolled = rolled_back(self._live, target, live, self._places.new_cache, len(target[0]))
+            rolled = rolled_back(self._live, target, live, places.new_cache, len(target[0]))
         if rolled is None:
             self._live.forget(conversation.id, "not_croppable")
             return

@@ -62,6 +62,7 @@ class TurnStats:
     `num_cached_tokens`: what the conversation's cache held when the turn was over. Behind the reasons:
     `divergence`, None when the prompt only went on from what was read before; `changed_setting`, the part
     of the fingerprint that differs, with both values; and how many cache files were found damaged.
+    `cache_kind`: the kind of the conversation's cache; `note`: a sentence about it that a person should see.
     """
 
     num_prompt_tokens: int
@@ -77,6 +78,8 @@ class TurnStats:
     divergence: Divergence | None = None
     changed_setting: str = ""
     num_damaged_files: int = 0
+    cache_kind: str = ""
+    note: str = ""
 
     @property
     def num_read_again(self) -> int:

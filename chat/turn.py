@@ -34,7 +34,7 @@ class Reading:
 class Turn:
     """See the module. The last `num_begun` of `prompt_ids` are what the reply begins with.
     `make_room(cache, num_tokens)` raises MemoryLimit when a cache may not grow that far; `began` is the
-    `time.perf_counter` at which the job left the queue."""
+    `time.perf_counter` at which the job left the queue. `note` goes into the stats."""
 
     start: Start
     prompt_ids: tuple[int, ...]
@@ -48,6 +48,7 @@ class Turn:
     stop: Callable[[], bool]
     began: float
     queue_s: float
+    note: str = ""
     num_saved: int = 0
     finish_reason: FinishReason = "stopped"
     num_read: int = 0
@@ -102,6 +103,8 @@ class Turn:
             divergence=self.start.divergence,
             changed_setting=self.start.changed_setting,
             num_damaged_files=self.start.num_damaged_files,
+            cache_kind=self.cache.settings.kind,
+            note=self.note,
         )
 
     def _may_go_on(self) -> bool:

@@ -55,5 +55,6 @@ def warm(
         reply.parent_id or "",
         num_saved=len(loaded.cache),
         is_warmed=True,
+        num_from_disk=len(loaded.cache),
         num_damaged_files=loaded.num_damaged_files,
     )

@@ -19,7 +19,7 @@ from cache_store.conversations import Conversations
 from cache_store.errors import StoreError
 from cache_store.records import Conversation, Message
 from chat.errors import ChatError, ModelError, ModelUnusable, QueueFull
-from chat.failure import named, sentence_for
+from chat.failure import log_and_release, named, sentence_for
 from chat.job import Job
 from chat.reuse import Origin
 from chat.session import ChatSession, Delta, Ended
@@ -39,6 +39,16 @@ class Task:
     conversation: Conversation
     reply: Message
     origin: Origin
+
+
+@dataclass(frozen=True, slots=True)
+class IdleWork:
+    """Something that can wait until nobody needs the model. `do(session, goes_on)` asks `goes_on` between its
+    steps and returns False when it gave up because of it; then it is done from its beginning later. One
+    piece of work of a name waits at a time."""
+
+    name: str
+    do: Callable[[ChatSession, Callable[[], bool]], bool]
 
 
 class FairQueue:
@@ -94,6 +104,7 @@ class Worker:
         self._jobs: dict[str, Job] = {}
         self._running: Job | None = None
         self._opened: dict[str, Conversation] = {}
+        self._idle_work: OrderedDict[str, IdleWork] = OrderedDict()
         self._idle = False
         self._closing = False
         self._changed = threading.Condition(threading.RLock())
@@ -124,10 +135,11 @@ class Worker:
         return self._session
 
     def wait_until_idle(self, timeout_s: float | None = None) -> bool:
-        """Block until nothing is waiting, neither a reply nor a chat to be warmed; False on time-out."""
+        """Block until nothing is waiting, neither a reply nor a chat to be warmed nor idle work; False on
+        time-out."""
         with self._changed:
             return self._changed.wait_for(
-                lambda: self._idle and not self._jobs and not self._opened, timeout_s
+                lambda: self._idle and not (self._jobs or self._opened or self._idle_work), timeout_s
             )
 
     def check_room(self) -> None:
@@ -166,6 +178,18 @@ class Worker:
             self._opened[conversation.owner] = conversation
             self._changed.notify_all()
 
+    def when_idle(self, work: IdleWork) -> None:
+        """Do this once nothing else is waiting."""
+        with self._changed:
+            self._idle_work.setdefault(work.name, work)
+            self._changed.notify_all()
+
+    @property
+    def idle_work(self) -> frozenset[str]:
+        """The names of idle work that waits or is being done."""
+        with self._changed:
+            return frozenset(self._idle_work)
+
     def stop(self, conversation_id: str) -> None:
         """End a conversation's reply: at once when it waits, within one token when it is being written."""
         with self._changed:
@@ -196,6 +220,9 @@ class Worker:
             if isinstance(work, Conversation):
                 self._warm(work)
                 continue
+            if isinstance(work, IdleWork):
+                self._do_idle_work(work)
+                continue
             self._do(work)
             with self._changed:
                 self._running = None
@@ -203,19 +230,41 @@ class Worker:
                     del self._jobs[work.job.conversation_id]
                 self._tell_positions()
 
-    def _next(self) -> Task | Conversation | None:
-        """Wait for the next reply, or else for a conversation to warm; None at the end."""
+    def _next(self) -> Task | Conversation | IdleWork | None:
+        """Wait for the next reply, or else for a conversation to warm, or else for idle work; None at the
+        end."""
         with self._changed:
             self._idle = True
             self._changed.notify_all()
-            self._changed.wait_for(lambda: len(self._queue) or self._opened or self._closing)
+            self._changed.wait_for(lambda: self._is_wanted() or self._idle_work)
             self._idle = False
             if len(self._queue):
                 task = self._queue.pop()
                 self._running = task.job
                 self._tell_positions()
                 return task
-            return None if self._closing else self._opened.pop(next(iter(self._opened)))
+            if self._closing:
+                return None
+            if self._opened:
+                return self._opened.pop(next(iter(self._opened)))
+            return next(iter(self._idle_work.values()))
+
+    def _is_wanted(self) -> bool:
+        """Whether there is something that idle work must not delay."""
+        with self._changed:
+            return bool(len(self._queue) or self._opened or self._closing)
+
+    def _do_idle_work(self, work: IdleWork) -> None:
+        is_done = True
+        try:
+            if self._session is not None:
+                is_done = work.do(self._session, lambda: not self._is_wanted())
+        except Exception as error:  # nobody waits for it, and everybody needs this thread
+            log_and_release(error, work.name)
+        with self._changed:
+            if is_done:
+                del self._idle_work[work.name]
+            self._changed.notify_all()
 
     def _warm(self, conversation: Conversation) -> None:
         if self._session is None:

@@ -15,6 +15,7 @@ from transformers import DynamicCache
 
 from cache_store.conversations import Conversations
 from cache_store.database import Database
+from cache_store.kind_qualities import KindQualities
 from cache_store.records import Message
 from cache_store.segments import Segments
 from chat.chats import Chats, ChatView
@@ -73,6 +74,7 @@ class House:
             self.store,
             self.worker,
             self.live,
+            KindQualities(self.database),
             model_name=self.loaded.name,
             default_system_prompt=self.default_system_prompt,
             saver=self.saver,

@@ -52,7 +52,7 @@ CALLS: dict[str, Call] = {
 
 WITHOUT_IDS = {"create", "create_with_turn", "list", "may_shrink_caches", "allow_shrinking_caches"}
 
-NOT_FOR_PAGES = {"save_progress", "finish_reply", "recover"}
+NOT_FOR_PAGES = {"save_progress", "progress", "finish_reply", "recover"}
 
 
 def public_methods() -> dict[str, list[str]]:

@@ -49,7 +49,7 @@ def test_a_cache_that_went_back_is_the_cache_that_was_there(kind: str, num_token
     for _ in range(WINDOW + 2):
         cache.feed([5])
     now = cache.rows_out(0)
-    boundary = states.best("ada", cache.token_ids, len(cache))
+    boundary = states.best("ada", cache.settings, cache.token_ids, len(cache))
     assert boundary is not None
     back = rebuilt(boundary, cache if boundary.needs_rows else None, empty(kind))
     assert back.token_ids == tuple(ids(num_tokens))
@@ -78,7 +78,7 @@ def test_windows_that_look_back_on_the_same_tokens_share_them(kind: str) -> None
         kept.append(cache.rows_out(len(cache)))
     assert states.nbytes < 1.5 * alone
     for number, expected in enumerate(kept):
-        boundary = states.best("ada", cache.token_ids[: 2 * WINDOW + 2 * number], len(cache))
+        boundary = states.best("ada", cache.settings, cache.token_ids[: 2 * WINDOW + 2 * number], len(cache))
         assert boundary is not None
         for name, tensor in boundary.tensors().items():
             assert torch.equal(tensor, expected[name]), name
@@ -89,7 +89,7 @@ def test_two_answers_to_one_question_share_what_stands_before_them() -> None:
     states.note("chat", "ada", cache)
     alone = states.nbytes
     for answer in (50, 60):
-        boundary = states.best("ada", ids(2 * WINDOW), 0)
+        boundary = states.best("ada", cache.settings, ids(2 * WINDOW), 0)
         assert boundary is not None
         other = rebuilt(boundary, None, empty("mistral"))
         other.feed([answer, answer])
@@ -102,7 +102,8 @@ def test_only_the_newest_few_of_a_chat_are_kept() -> None:
     for _ in range(3):
         states.note("chat", "ada", cache)
         cache.feed([5])
-    lengths = [len(found) for n in (4, 5, 6) if (found := states.best("ada", cache.token_ids[:n], 0))]
+    found = [states.best("ada", cache.settings, cache.token_ids[:length], 0) for length in (4, 5, 6)]
+    lengths = [len(each) for each in found if each]
     assert lengths == [5, 6]
 
 
@@ -110,15 +111,15 @@ def test_nobody_goes_back_to_another_owner_s_boundary() -> None:
     """Law 6."""
     states, cache = BoundaryStates(), fed("mamba2", ids(4))
     states.note("chat", "ada", cache)
-    assert states.best("ben", cache.token_ids, 4) is None
+    assert states.best("ben", cache.settings, cache.token_ids, 4) is None
 
 
 def test_rows_that_are_missing_are_not_guessed() -> None:
     """A state is of no use without the rows of the layers beside it."""
     states, cache = BoundaryStates(), fed("gemma3_text", ids(20))
     states.note("chat", "ada", cache)
-    assert states.best("ada", ids(30), 19) is None
-    assert states.best("ada", ids(30), 20) is not None
+    assert states.best("ada", cache.settings, ids(30), 19) is None
+    assert states.best("ada", cache.settings, ids(30), 20) is not None
 
 
 def test_states_count_against_the_budget_and_go_before_it_is_exceeded() -> None:
@@ -128,7 +129,7 @@ def test_states_count_against_the_budget_and_go_before_it_is_exceeded() -> None:
         live.note_boundary("chat", "ada", cache)
         assert live.nbytes + cache.nbytes <= live.max_bytes
         cache.feed([number, *ids(WINDOW)])
-    assert live.boundary("ada", cache.token_ids) is not None
+    assert live.boundary("ada", cache.settings, cache.token_ids) is not None
     live.keep("chat", LiveCache("ada", cache, ""))
     live.make_room(live.max_bytes)
     assert (live.nbytes, len(live)) == (0, 0)
@@ -138,6 +139,6 @@ def test_a_deleted_chat_leaves_no_state(tmp_path: Path) -> None:
     with House(tmp_path, model("mamba2")) as house:
         view = house.say("Hi")
         house.live.keep_paths(view.conversation.id, [house.prompt(view, upto=1).token_ids])
-        assert house.live.boundary("ada", house.prompt(view).token_ids) is not None
+        assert house.live.boundary("ada", house.settings, house.prompt(view).token_ids) is not None
         house.chats.delete("ada", view.conversation.id)
         assert house.live.nbytes == 0

@@ -17,11 +17,12 @@ from tests.chat.passes import llama
 from tests.tiny_models import tiny_model
 
 STEP = 16
+SETTINGS = CacheSettings(growth_step=STEP)
 STEP_BYTES = STEP * llama().kv_bytes_per_token
 
 
 def cache(num_tokens: int = 1, first: int = 20) -> KVCache:
-    kept = KVCache(llama().model, CacheSettings(growth_step=STEP))
+    kept = KVCache(llama().model, SETTINGS)
     kept.feed([*range(first, first + num_tokens)])
     return kept
 
@@ -147,11 +148,11 @@ def test_prefixes_are_found_within_an_owner_and_never_across_owners() -> None:
     caches.keep("a", live("ada", 10))
     caches.keep("b", live("ben", 30))
     ids = range(20, 60)
-    found, length = caches.longest_prefix("ada", ids)
+    found, length = caches.longest_prefix("ada", SETTINGS, ids)
     assert found is not None
     assert (len(found), length) == (10, 10)
-    assert caches.longest_prefix("eve", ids) == (None, 0)
-    assert caches.longest_prefix("", ids) == (None, 0)
+    assert caches.longest_prefix("eve", SETTINGS, ids) == (None, 0)
+    assert caches.longest_prefix("", SETTINGS, ids) == (None, 0)
 
 
 def test_the_longest_common_beginning_wins_and_none_is_none() -> None:
@@ -159,9 +160,9 @@ def test_the_longest_common_beginning_wins_and_none_is_none() -> None:
     caches.keep("short", live(num_tokens=5))
     caches.keep("long", live(num_tokens=25))
     caches.keep("other", live(num_tokens=30, first=100))
-    assert caches.longest_prefix("ada", range(20, 40))[1] == 20
-    assert caches.longest_prefix("ada", range(70, 90)) == (None, 0)
-    assert caches.longest_prefix("ada", []) == (None, 0)
+    assert caches.longest_prefix("ada", SETTINGS, range(20, 40))[1] == 20
+    assert caches.longest_prefix("ada", SETTINGS, range(70, 90)) == (None, 0)
+    assert caches.longest_prefix("ada", SETTINGS, []) == (None, 0)
 
 
 def test_a_cache_whose_rows_cannot_be_copied_is_not_offered() -> None:
@@ -170,7 +171,17 @@ def test_a_cache_whose_rows_cannot_be_copied_is_not_offered() -> None:
     hybrid.feed(range(20, 40))
     caches = LiveCaches(10**9)
     caches.keep("a", LiveCache("ada", hybrid, ""))
-    assert caches.longest_prefix("ada", range(20, 40)) == (None, 0)
+    assert caches.longest_prefix("ada", hybrid.settings, range(20, 40)) == (None, 0)
+
+
+def test_a_cache_of_another_kind_is_not_offered() -> None:
+    packed = KVCache(llama().model, CacheSettings(growth_step=STEP, kind="native8"))
+    packed.feed(range(20, 40))
+    caches = room_for(9)
+    caches.keep("packed", LiveCache("ada", packed, ""))
+    caches.keep("dense", live(num_tokens=5))
+    assert caches.longest_prefix("ada", SETTINGS, range(20, 40))[1] == 5
+    assert caches.longest_prefix("ada", packed.settings, range(20, 40))[1] == 20
 
 
 NAMES = st.sampled_from("abcd")
