@@ -213,10 +213,13 @@ class PeopleWithConvolutions(PeopleOnDisk):
     kind = "lfm2"
 
 
-RUNS = int(os.environ.get("KEEPWARM_MACHINE_RUNS", "6"))
+RUNS = settings(
+    max_examples=int(os.environ.get("KEEPWARM_MACHINE_RUNS", "6")), stateful_step_count=12, deadline=None
+)
 
 TestPeopleOnDisk = PeopleOnDisk.TestCase
+TestPeopleOnDisk.settings = RUNS
 TestPeopleWithWindows = PeopleWithWindows.TestCase
+TestPeopleWithWindows.settings = RUNS
 TestPeopleWithConvolutions = PeopleWithConvolutions.TestCase
-for case in (TestPeopleOnDisk, TestPeopleWithWindows, TestPeopleWithConvolutions):
-    case.settings = settings(max_examples=RUNS, stateful_step_count=12, deadline=None)
+TestPeopleWithConvolutions.settings = RUNS
