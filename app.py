@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, NoReturn
 from cache_store.errors import StoreError
 from cache_store.folder import DataFolder
 from chat.errors import ChatError
-from chat.settings import DEFAULT_MODEL, CacheSettings, DeviceName
+from chat.settings import DEFAULT_MODEL, CacheKind, CacheSettings, DeviceName
 from ui.address import AddressRefused, claim_address
 from ui.option_parser import UsageError
 from ui.options import Options, parse_options
@@ -78,6 +78,7 @@ def run(options: Options) -> None:
         prepare_environment(os.environ, folder.temporary, offline=options.model.offline)
         start_logging(options.log_level)
         check_device(options.model.device)
+        check_cache_kind(options.cache_kind, options.model.device)
         if options.model.name == DEFAULT_MODEL:
             fetch_default_model(folder.models, offline=options.model.offline)
         chats = build_chats(options, folder, opened)
@@ -134,6 +135,26 @@ def check_device(device: DeviceName) -> None:
         )
 
 
+def check_cache_kind(kind: CacheKind, device: DeviceName) -> None:
+    """Raises UsageError when this machine, or a package that is missing on it, does not offer this kind."""
+    if kind == "dynamic":
+        return
+    from chat.errors import KindUnavailable
+    from chat.layers.kinds import availability, codec_for
+    from chat.model import choose_device
+
+    found = availability(kind, choose_device(device).type)
+    if not found.is_available:
+        how = f"run `{found.install}`, or choose" if found.install else "choose"
+        raise UsageError(
+            f"--cache-kind {kind} cannot be had here: {found.reason} To go on, {how} another one."
+        )
+    try:
+        codec_for(CacheSettings(kind=kind))
+    except KindUnavailable as error:
+        raise UsageError(str(error)) from error
+
+
 def fetch_default_model(models_dir: Path, *, offline: bool) -> None:
     """Have the default model on disk, with progress on the terminal. Raises DownloadFailed."""
     from chat import default_model
@@ -161,7 +182,8 @@ def build_chats(options: Options, folder: DataFolder, opened: ExitStack) -> Chat
     segments, saver, why_not_saved = open_saved_caches(options, folder, database)
 
     def load() -> ChatSession:
-        loaded, settings = load_model(options.model, folder.models), CacheSettings()
+        loaded = load_model(options.model, folder.models)
+        settings = CacheSettings(kind=options.cache_kind)
         fingerprint = cache_fingerprint(loaded.fingerprint, settings)
         disk = DiskCaches(segments, saver, fingerprint) if segments and saver else None
         return ChatSession(loaded, store, live, settings, disk)

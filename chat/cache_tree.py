@@ -14,6 +14,7 @@ from cache_store.branches import branches_of
 from cache_store.conversations import Conversations
 from cache_store.records import Conversation, Segment, SegmentNode
 from cache_store.segments import Segments
+from chat.disk import kind_of, without_kind
 from chat.live_caches import Holding, LiveCaches
 from chat.live_match import LiveMatch, match_path
 from chat.session import ChatSession
@@ -39,7 +40,7 @@ class CacheNode:
     """The rows of the tokens [start, start + num_tokens) of a path, the first `num_live_tokens` of them in
     memory. `nbytes`: on disk, 0 when they are not there. `was_evicted`: they were there once. `text`: how
     it begins; empty while no tokenizer can tell. `num_chats`: how many chats share it. `other_setting`: it
-    was made with another model or setting than is in use."""
+    was made with another model or setting than is in use. `kind`: the kind of cache, by its option's name."""
 
     text: str
     start: int
@@ -49,6 +50,7 @@ class CacheNode:
     was_evicted: bool
     num_chats: int
     other_setting: bool
+    kind: str = "dynamic"
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,11 +131,12 @@ def first_words(text: str) -> str:
 @dataclass(slots=True)
 class _Usage:
     """How nodes are used now. `other`, `unreadable`: fingerprints that the model does not use as it is, and
-    those whose tokens its tokenizer cannot read."""
+    those whose tokens its tokenizer cannot read. `kinds`: of which kind of cache a fingerprint is."""
 
     words: Words
     other: frozenset[int]
     unreadable: frozenset[int]
+    kinds: Mapping[int, str]
     ids: dict[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
     num_chats: dict[str, int] = field(default_factory=dict[str, int])
     live_ends: dict[str, int] = field(default_factory=dict[str, int])
@@ -149,7 +152,8 @@ class _Usage:
         """How far each segment is in memory, in whichever chat's cache."""
         known = [each for each in segments if each.id in self.ids and each.fingerprint_id not in self.other]
         for name, holding in held.items():
-            match = self.matches[name] = match_path(holding.token_ids, known, self.ids)
+            alike = [each for each in known if self.kinds.get(each.fingerprint_id) == holding.kind]
+            match = self.matches[name] = match_path(holding.token_ids, alike, self.ids)
             for segment_id, end in match.ends.items():
                 self.live_ends[segment_id] = max(end, self.live_ends.get(segment_id, 0))
 
@@ -163,8 +167,9 @@ class _Usage:
         """The part of one chat. What is in memory only is a node too, unless nodes are left out before it."""
         if holding is not None and len(shown) == len(members):
             shown = [*shown, *self._unsaved(chat, holding)]
+        kind = holding.kind if holding is not None else "dynamic"
         branches = [
-            CacheBranch(branch.depth, tuple(map(self._node, branch.segments)))
+            CacheBranch(branch.depth, tuple(self._node(each, kind) for each in branch.segments))
             for branch in branches_of(shown)
         ]
         return ChatCaches(
@@ -191,7 +196,7 @@ class _Usage:
             *("evicted", None, 0, None, 0.0, 0.0, 0.0),
         )
 
-    def _node(self, segment: Segment) -> CacheNode:
+    def _node(self, segment: Segment, live_kind: str) -> CacheNode:
         is_readable = segment.fingerprint_id not in self.unreadable
         ids = self.ids.get(segment.id, ())
         return CacheNode(
@@ -203,6 +208,7 @@ class _Usage:
             was_evicted=segment.state == "evicted" and segment.fingerprint_id != _UNSAVED,
             num_chats=self.num_chats.get(segment.id, 1),
             other_setting=segment.fingerprint_id in self.other,
+            kind=self.kinds.get(segment.fingerprint_id, live_kind),
         )
 
 
@@ -214,12 +220,15 @@ def _usage(segments: Segments | None, nodes: Iterable[SegmentNode], session: Cha
             number: segments.fields_of(number) for number in {node.segment.fingerprint_id for node in nodes}
         }
     )
+    kinds = {number: kind_of(fields) for number, fields in made_with.items()}
     if session is None:
-        return _Usage(lambda _: "", frozenset(), frozenset(made_with))
-    ours = dict(session.fingerprint)
-    other = frozenset(number for number, fields in made_with.items() if fields != ours)
+        return _Usage(lambda _: "", frozenset(), frozenset(made_with), kinds)
+    ours = session.fingerprint
+    other = frozenset(
+        number for number, fields in made_with.items() if without_kind(fields) != without_kind(ours)
+    )
     unreadable = (number for number in other if made_with[number].get("tokenizer") != ours.get("tokenizer"))
-    return _Usage(session.words, other, frozenset(unreadable))
+    return _Usage(session.words, other, frozenset(unreadable), kinds)
 
 
 def _members(nodes: Sequence[SegmentNode], other: Collection[int]) -> dict[str, list[Segment]]:

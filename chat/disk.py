@@ -228,6 +228,11 @@ def without_kind(fields: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in fields.items() if name != CACHE_FIELD}
 
 
+def kind_of(fields: Mapping[str, str]) -> str:
+    """The kind of cache that a fingerprint is of, by its option's name."""
+    return fields.get(CACHE_FIELD, "").partition(",")[0]
+
+
 def states_at_ends(chain: Chain) -> Chain:
     """The part of a chain that ends at the end of a segment, for caches that need the state kept there."""
     links = chain.links

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from chat.settings import CacheKind
 
-KIND_NAMES: Mapping[CacheKind, str] = {
+KIND_NAMES: Mapping[str, str] = {
     "dynamic": "full precision",
     "native8": "8 bit",
     "native4": "4 bit",

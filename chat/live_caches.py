@@ -18,7 +18,7 @@ from cache_store.records import Message
 from chat.boundary_states import Boundary, BoundaryStates
 from chat.errors import MemoryLimit
 from chat.kv_cache import KVCache
-from chat.settings import CacheSettings
+from chat.settings import CacheKind, CacheSettings
 from chat.stats import Reason
 
 
@@ -61,10 +61,12 @@ class LiveCache:
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """What a kept cache holds: its tokens, and the bytes allocated for them, spare room included."""
+    """What a kept cache holds: its tokens, and the bytes allocated for them, spare room included; and of what
+    kind it is."""
 
     token_ids: tuple[int, ...]
     nbytes: int
+    kind: CacheKind
 
 
 class LiveCaches:
@@ -187,7 +189,10 @@ class LiveCaches:
         """What is kept of this owner's conversations, by their ids; a lent cache is not kept."""
         with self._lock:
             mine = {name: live for name, live in self._kept.items() if live.owner == owner}
-            return {name: Holding(live.token_ids, live.cache.nbytes) for name, live in mine.items()}
+            return {
+                name: Holding(live.token_ids, live.cache.nbytes, live.cache.settings.kind)
+                for name, live in mine.items()
+            }
 
     def longest_prefix(
         self, owner: str, settings: CacheSettings, token_ids: Sequence[int]

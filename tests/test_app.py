@@ -60,6 +60,7 @@ def signals() -> Iterator[None]:
         ["--port", "70000"],
         ["--share", "--offline"],
         ["--max-disk", "lots"],
+        ["--cache-kind", "native9"],
         ["--auth", "anna"],
         ["--model", "/no/such/model.gguf"],
     ],
@@ -213,6 +214,20 @@ def test_a_device_that_is_not_there_ends_in_one_sentence_and_code_2(
     assert app.main(["--data-dir", str(tmp_path), "--port", "0", "--device", device]) == 2
     told = capsys.readouterr().err
     assert told.startswith(f"--device {device} is not available")
+    assert len(told.splitlines()) == 1
+
+
+@pytest.mark.usefixtures("signals")
+def test_a_cache_kind_that_cannot_be_had_ends_in_one_sentence_and_code_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kinds = pytest.importorskip("chat.layers.kinds")
+    monkeypatch.setattr(kinds, "_is_installed", lambda backend: False)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    assert app.main(["--data-dir", str(tmp_path), "--port", "0", "--cache-kind", "hqq4"]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("--cache-kind hqq4 cannot be had here: The package hqq is not installed.")
+    assert "pip install -r requirements-quant.txt" in told
     assert len(told.splitlines()) == 1
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TypedDict
 
 from chat.cache_tree import CacheBranch, CacheNode, CacheTree, ChatCaches
+from chat.kind_names import KIND_NAMES
 from ui.sizes import size_text
 
 
@@ -114,6 +115,8 @@ def _states(node: CacheNode) -> list[str]:
 
 def _notes(node: CacheNode) -> list[str]:
     notes = ["other model or setting"] if node.other_setting else []
+    if node.kind != "dynamic":
+        notes.append(KIND_NAMES.get(node.kind, node.kind))
     return [*notes, f"shared by {node.num_chats:,} chats"] if node.num_chats > 1 else notes
 
 

@@ -14,7 +14,7 @@ from typing import get_args
 
 import psutil
 
-from chat.settings import DEFAULT_MODEL, Budgets, DeviceName, DtypeName, ModelSettings
+from chat.settings import DEFAULT_MODEL, Budgets, CacheKind, DeviceName, DtypeName, ModelSettings
 from ui.login import Account
 from ui.option_parser import MAX_DISK, OptionParser, UsageError, add_data_dir, size
 
@@ -36,6 +36,7 @@ class Options:
     accounts: tuple[Account, ...]
     system_prompt: str
     log_level: str
+    cache_kind: CacheKind = "dynamic"
 
 
 def parse_options(arguments: Sequence[str] | None = None) -> Options:
@@ -57,6 +58,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> Options:
         accounts=tuple(found.auth),
         system_prompt=found.system_prompt,
         log_level=found.log_level,
+        cache_kind=found.cache_kind,
     )
 
 
@@ -98,6 +100,13 @@ def _add_storage_options(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         help="memory for live caches, as 2GB, 512MB or plain bytes (1KB is 1,024 bytes); "
         "a quarter of this machine's memory by default",
+    )
+    _add_choice(
+        parser,
+        "--cache-kind",
+        get_args(CacheKind),
+        "dynamic",
+        "how caches are kept, where a chat has no choice of its own",
     )
     parser.add_argument(
         "--max-disk",

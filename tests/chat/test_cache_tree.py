@@ -286,3 +286,13 @@ def test_a_live_path_is_found_in_the_tree_as_far_as_it_is_there(
         assert max(0, match.ends.get(segment.id, 0) - segment.start) == max(0, shared - segment.start)
     assert match.end == max(num_common(path, live) for path in paths)
     shelf.close()
+
+
+def test_rows_of_several_kinds_of_cache_are_told_apart(house: House) -> None:
+    chat_id = house.say("Hello there").conversation.id
+    house.chats.set_cache_kind(OWNER, chat_id, "native8")
+    house.say("And more", chat_id)
+    nodes = nodes_of(only_chat(house))
+    assert {node.kind for node in nodes} == {"dynamic", "native8"}
+    assert not any(node.other_setting for node in nodes)
+    assert {node.kind for node in nodes if node.num_live_tokens} == {"native8"}
