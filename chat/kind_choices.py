@@ -21,7 +21,8 @@ from chat.layers.kinds import Availability, cache_fingerprint
 from chat.live_caches import LiveCaches
 from chat.memory_forecast import KindForecast, Room, forecast, free_bytes, with_recommended
 from chat.model_facts import text_config
-from chat.quality_probe import NUM_TOKENS, measure, probe_fields, probe_text, verdict
+from chat.quality_probe import NUM_TOKENS, Verdict, measure, probe_fields, probe_text, verdict
+from chat.questions import NEW_CHAT
 from chat.saver import Saver
 from chat.session import ChatSession
 from chat.settings import CacheKind
@@ -41,6 +42,11 @@ class KindView:
     quality: KindQuality | None
     is_being_measured: bool
     cost: Cost | None
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """What its quality means to a person."""
+        return verdict(self.quality) if self.quality else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +79,17 @@ class KindChoices(Branches):
     def set_cache_kind(self, owner: str, conversation_id: str, kind: str) -> Conversation:
         """Use this kind from the next turn on. Rows of other kinds stay on disk. Raises KindUnavailable,
         NotFound."""
+        self._check_kind(kind)
+        return self._store.set_cache_kind(owner, conversation_id, kind)
+
+    def create_with_kind(self, owner: str, kind: str) -> Conversation:
+        """An empty conversation of this kind. Raises KindUnavailable."""
+        self._check_kind(kind)
+        return self._store.create(
+            owner, title=NEW_CHAT, system_prompt=self._default_system_prompt, cache_kind=kind
+        )
+
+    def _check_kind(self, kind: str) -> None:
         session = self._worker.session
         if kind not in KINDS:
             raise KindUnavailable(
@@ -84,7 +101,6 @@ class KindChoices(Branches):
                 f"{name_of(kind).capitalize()} cannot be used here: {found.reason.rstrip('.')}; nothing was"
                 " changed, choose another kind."
             )
-        return self._store.set_cache_kind(owner, conversation_id, kind)
 
     def kind_menu(self, owner: str, conversation_id: str | None) -> KindMenu | None:
         """What there is to choose from for a conversation, or for a new one (None). None while no model is

@@ -39,6 +39,8 @@ def lay_out(default_system_prompt: str) -> Parts:
         chat, marks, verbs, live, shown, box = _main()
     with gr.Column(elem_id="drawer"):
         system_prompt, save_prompt, sampling, reset_sampling = _drawer(default_system_prompt)
+        _fixed("<h2>Cache</h2>")
+        kinds = painted("kinds", "<section aria-label='Cache of this chat'></section>", asset("kinds.js"))
         _fixed("<h2>Caches</h2>")
         caches = painted("caches", "<section aria-label='Caches'></section>", asset("caches.js"))
     return Parts(
@@ -58,6 +60,7 @@ def lay_out(default_system_prompt: str) -> Parts:
         sampling=sampling,
         reset_sampling=reset_sampling,
         kept_sampling=kept_sampling,
+        kinds=kinds,
         caches=caches,
     )
 

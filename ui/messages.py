@@ -125,6 +125,11 @@ def _stats(stored: Mapping[str, object]) -> StatsMark | None:
 
 
 def _note(message: Message) -> str | None:
+    notes = [_ending_note(message), str(message.stats.get("note") or "").rstrip(".")]
+    return " · ".join(note for note in notes if note) or None
+
+
+def _ending_note(message: Message) -> str | None:
     if message.status == "stopped":
         return ENDINGS.get(message.finish_reason or "", "Stopped")
     if message.finish_reason == EDITED:

@@ -15,6 +15,7 @@ import gradio as gr
 from chat.chats import Chats
 from ui.drawing import Drawing
 from ui.handlers import Handlers
+from ui.kind_panel import KindVerbs
 from ui.layout import lay_out
 from ui.screen import Parts
 from ui.verbs import Verbs
@@ -32,6 +33,7 @@ def build_page(chats: Chats, *, default_system_prompt: str = "") -> gr.Blocks:
         parts = lay_out(default_system_prompt)
         draw = Drawing(chats, parts, default_system_prompt)
         _wire(page, parts, Handlers(chats, parts, draw), Verbs(chats, parts, draw))
+        _wire_kinds(parts, KindVerbs(chats, parts, draw))
     return page
 
 
@@ -40,15 +42,26 @@ def _custom(part: gr.HTML, event: str) -> Any:
     return getattr(part, event)
 
 
+def quick(
+    event: Any, handler: Callable[..., object], inputs: list[Any], outputs: list[Any], **options: Any
+) -> Any:
+    """Bind an event that is answered at once."""
+    options = {"queue": False, "show_progress": "hidden", "trigger_mode": "multiple", **options}
+    return event(handler, inputs, outputs, api_visibility="private", **options)
+
+
+def _wire_kinds(parts: Parts, do: KindVerbs) -> None:
+    """The section about the kind of cache."""
+    kinds, shown = parts.kinds, parts.shown
+    quick(_custom(kinds, "look"), do.look, [shown], [kinds], trigger_mode="always_last")
+    quick(_custom(kinds, "choose"), do.choose, [shown, parts.search], [*parts.screen, kinds])
+    quick(_custom(kinds, "measure"), do.measure, [shown], [kinds, parts.status, parts.pulse])
+    quick(_custom(kinds, "shrink"), do.shrink, [shown], [kinds])
+
+
 def _wire(page: gr.Blocks, parts: Parts, do: Handlers, verbs: Verbs) -> None:
     """Bind every event. `act` changes the screen and then follows; `quick` does not touch the chat."""
     screen, sampling, shown, search = parts.screen, list(parts.sampling), parts.shown, parts.search
-
-    def quick(
-        event: Any, handler: Callable[..., object], inputs: list[Any], outputs: list[Any], **options: Any
-    ) -> Any:
-        options = {"queue": False, "show_progress": "hidden", "trigger_mode": "multiple", **options}
-        return event(handler, inputs, outputs, api_visibility="private", **options)
 
     def follow(event: Any) -> None:
         quick(event, do.follow, [shown], parts.followed, queue=True, concurrency_limit=None)

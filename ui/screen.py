@@ -41,6 +41,7 @@ class Parts:
     sampling: tuple[Component, ...]
     reset_sampling: gr.Button
     kept_sampling: gr.BrowserState
+    kinds: gr.HTML
     caches: gr.HTML
 
     @property
