@@ -594,6 +594,7 @@ def test_settings_that_make_no_sense_are_refused(wrong: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(("name", "num_places"), [("llama", 1), ("gemma4_text", 2)])
+@torch.inference_mode()
 def test_where_layers_read_each_others_rows_none_unpacks_over_anothers(name: str, num_places: int) -> None:
     """There the working memory is not shared; see `Workspace`."""
     assert shares_rows(text_config(model(name).model)) == (num_places == 2)
