@@ -24,8 +24,8 @@ from tests.chat.passes import Passes, dictated, llama
 from tests.house import OWNER, House, end_view
 from tests.tiny_models import tiny_model
 
-HERE: tuple[CacheKind, ...] = ("dynamic", "native8", "native4", "fp8", "quanto4")
-"""One of each family that this suite can have without more packages."""
+HERE: tuple[CacheKind, ...] = ("dynamic", "native8", "native4", "fp8")
+"""One of each family that needs no more packages."""
 
 DISK = 10**9
 SHORT = SamplingSettings(temperature=0, max_new_tokens=6)
