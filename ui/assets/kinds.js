@@ -5,6 +5,7 @@ const { el } = kw;
 const root = document.documentElement;
 let isOpen = false;
 let wanted = null;
+let isUnfolded = false;
 let writing = new Set();
 
 const ask = () => trigger("look", {});
@@ -39,8 +40,22 @@ function option(row) {
     el("span", { class: "kw-title" }, row.name, ...marks),
     el("span", { class: "kw-line", "data-short": row.is_short }, row.line),
     row.quality ? el("span", { class: "kw-quality", "data-bad": row.is_bad, title: row.quality_detail || null }, row.quality) : null,
-    row.reason ? el("span", { class: "kw-reason" }, row.reason, row.install ? el("code", {}, row.install) : null) : null);
+    row.reason ? el("span", { class: "kw-reason" }, row.reason) : null);
   return el("li", { "data-kind": row.kind, "data-off": Boolean(row.reason) }, label, wanted === row.kind ? confirmation(row) : null);
+}
+
+const options = (label, rows) => el("ul", { role: "radiogroup", "aria-label": label }, ...rows.map(option));
+
+// What cannot be had here is folded away, with what would change that.
+function unavailable(rows) {
+  if (!rows.length) return null;
+  const installs = [...new Set(rows.map((row) => row.install).filter(Boolean))];
+  const details = el("details", {}, el("summary", {}, rows.length === 1 ? "1 kind is not available here" : `${rows.length} kinds are not available here`),
+    ...installs.map((install) => el("p", { class: "kw-more" }, "To have them, stop the app, run ", el("code", {}, install), " and start it again.")),
+    options("Kinds that are not available here", rows));
+  details.open = isUnfolded;
+  details.addEventListener("toggle", () => { isUnfolded = details.open; });
+  return details;
 }
 
 function shrinkSwitch(allowed) {
@@ -65,8 +80,9 @@ function paint() {
   const back = active && (active.value && active.type === "radio" ? `input[value="${CSS.escape(active.value)}"]` : active.type === "checkbox" ? ".kw-shrink input" : null);
   section.replaceChildren(...[
     panel.notice ? el("p", { class: "kw-notice" }, panel.notice) : null,
-    panel.rows.length ? el("ul", { role: "radiogroup", "aria-label": "Kind of cache" }, ...panel.rows.map(option)) : null,
+    panel.rows.length ? options("Kind of cache", panel.rows.filter((row) => !row.reason)) : null,
     panel.rows.length ? measuring(panel) : null,
+    unavailable(panel.rows.filter((row) => row.reason)),
     panel.rows.length ? shrinkSwitch(panel.shrink) : null,
   ].filter(Boolean));
   if (back) section.querySelector(back)?.focus({ preventScroll: true });
