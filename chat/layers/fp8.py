@@ -32,7 +32,7 @@ class Fp8Codec:
         rows = rows.float()
         peak = rows.abs().amax(-1, keepdim=True).clamp_(max=LARGEST).to(torch.float16)
         scaled = rows * (FP8_LARGEST / peak.float().clamp_(min=TINY))
-        # The conversion does not saturate: what is too large would become "not a number".
+        # Not every device saturates here: what is too large might become "not a number".
         return {"codes": scaled.clamp_(-FP8_LARGEST, FP8_LARGEST).to(FP8), "peak": peak}
 
     def unpack(self, parts: Mapping[str, Tensor], out: Tensor, workspace: Workspace) -> None:
