@@ -65,8 +65,7 @@ class Drawing:
     def signs(self, owner: str) -> Picture:
         """The status, and a pulse for as long as it is going to change."""
         status = self.status(owner)
-        at_work = self._chats.is_saving() or self._chats.is_measuring()
-        going_on = status["writing"] or at_work or status["model"]["state"] == "loading"
+        going_on = status["writing"] or self._chats.is_saving() or status["model"]["state"] == "loading"
         return {self._parts.status: status, self._parts.pulse: gr.Timer(active=bool(going_on))}
 
     def status(self, owner: str) -> Status:

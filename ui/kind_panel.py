@@ -91,11 +91,13 @@ def _row(view: KindView, *, in_use: bool) -> KindRow:
 
 
 def _line(view: KindView) -> str:
-    fits = f"{view.forecast.num_tokens:,} tokens"
-    whole = f"fits {fits}, all that the model reads"
-    return f"{size_text(view.forecast.bytes_per_token)} per token · " + (
-        whole if view.forecast.fits_context else f"fits {fits} on this machine"
+    told = view.forecast
+    fits = (
+        f"all {told.num_tokens:,} tokens"
+        if told.fits_context
+        else f"{told.num_tokens:,} tokens on this machine"
     )
+    return f"{size_text(told.bytes_per_token)} per token · fits {fits}"
 
 
 def _detail(view: KindView) -> str:
@@ -147,10 +149,7 @@ class KindVerbs:
         """Measure the kinds that nobody measured yet, when the model has nothing else to do."""
         owner = owner_of(request)
         self._chats.measure_kinds()
-        return {
-            **self._panel(owner, Shown.from_browser(address).conversation_id),
-            **self._draw.signs(owner),
-        }
+        return self._panel(owner, Shown.from_browser(address).conversation_id)
 
     @spoken
     def shrink(self, request: gr.Request, data: gr.EventData, address: object) -> object:

@@ -55,7 +55,7 @@ def _wire_kinds(parts: Parts, do: KindVerbs) -> None:
     kinds, shown = parts.kinds, parts.shown
     quick(_custom(kinds, "look"), do.look, [shown], [kinds], trigger_mode="always_last")
     quick(_custom(kinds, "choose"), do.choose, [shown, parts.search], [*parts.screen, kinds])
-    quick(_custom(kinds, "measure"), do.measure, [shown], [kinds, parts.status, parts.pulse])
+    quick(_custom(kinds, "measure"), do.measure, [shown], [kinds])
     quick(_custom(kinds, "shrink"), do.shrink, [shown], [kinds])
 
 

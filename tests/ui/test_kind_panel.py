@@ -41,7 +41,7 @@ def row(
 
 
 def test_how_long_a_chat_can_become() -> None:
-    assert row()["line"] == "12 KB per token · fits 8,192 tokens, all that the model reads"
+    assert row()["line"] == "12 KB per token · fits all 8,192 tokens"
     assert row(num_tokens=1504)["line"] == "12 KB per token · fits 1,504 tokens on this machine"
     assert [row()["is_short"], row(num_tokens=1504)["is_short"]] == [False, True]
 

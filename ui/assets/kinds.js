@@ -6,9 +6,20 @@ const root = document.documentElement;
 let isOpen = false;
 let wanted = null;
 let isUnfolded = false;
+let asking = null;
 let writing = new Set();
 
+const ASK_EVERY_MS = 2000;
+
 const ask = () => trigger("look", {});
+
+// Figures come one by one, and nothing else on the page changes with them.
+function keepAsking(isWanted) {
+  if (isWanted && !asking) asking = setInterval(() => { if (isOpen) ask(); }, ASK_EVERY_MS);
+  if (isWanted || !asking) return;
+  clearInterval(asking);
+  asking = null;
+}
 
 function choose(kind) {
   wanted = null;
@@ -75,6 +86,7 @@ function paint() {
   const section = element.querySelector("section");
   const panel = told();
   if (!section || !panel.rows) return;
+  keepAsking(panel.measuring);
   if (!panel.rows.some((row) => row.kind === wanted && !row.in_use)) wanted = null;
   const active = section.contains(document.activeElement) ? document.activeElement : null;
   const back = active && (active.value && active.type === "radio" ? `input[value="${CSS.escape(active.value)}"]` : active.type === "checkbox" ? ".kw-shrink input" : null);
@@ -98,7 +110,7 @@ document.addEventListener("keepwarm:writing", () => {
   const now = new Set(kw.writing || []);
   const hasEnded = [...writing].some((id) => !now.has(id));
   writing = now;
-  if (isOpen && (hasEnded || told().measuring || root.dataset.model === "ready" && told().rows?.length === 0)) ask();
+  if (isOpen && (hasEnded || root.dataset.model === "ready" && told().rows?.length === 0)) ask();
 });
 document.addEventListener("keepwarm:shown", (event) => {
   if (!event.detail.moved) return;
