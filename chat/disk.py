@@ -19,6 +19,7 @@ from cache_store.segments import Segments
 from chat.errors import CacheMismatch
 from chat.kv_cache import KVCache
 from chat.layers.kinds import CACHE_FIELD
+from chat.live_caches import LiveCache
 from chat.saver import NewRows, Saver
 
 log = logging.getLogger(__name__)
@@ -112,12 +113,27 @@ class DiskCaches:
                 chain = replace(chain, links=chain.links[:-1])
         return Loaded(given, num_kept, num_damaged + is_refused)
 
-    def save(self, rows: NewRows) -> bool:
+    def save(self, rows: NewRows, patience_s: float = 0.0) -> bool:
         """Queue new rows; False when they were not taken and should be offered again."""
-        return self._saver.offer(rows)
+        return self._saver.offer(rows, patience_s)
+
+    def save_rest(
+        self, conversation_id: str, live: LiveCache, seconds_per_token: float, patience_s: float
+    ) -> None:
+        """Queue what of a kept cache is not on its way to the disk, or was lost there."""
+        num_saved = live.num_saved
+        if self.take_lost(conversation_id):
+            num_saved = self.num_stored(live.owner, conversation_id, live.cache)
+        if num_saved < len(live.cache) and live.num_allowed is None and live.cache.can_be_saved():
+            rows = self.new_rows(live.owner, conversation_id, live.cache, num_saved, seconds_per_token)
+            self.save(rows, patience_s)
+
+    def num_stored(self, owner: str, conversation_id: str, cache: KVCache) -> int:
+        """How many of a cache's tokens are on disk."""
+        return self.find(owner, conversation_id, cache.token_ids, wait=False).num_tokens
 
     def new_rows(
-        self, owner: str, conversation_id: str, cache: KVCache, start: int, seconds: float
+        self, owner: str, conversation_id: str, cache: KVCache, start: int, seconds_per_token: float
     ) -> NewRows:
         """Copies of what `cache` holds from token `start` on, for `save`."""
         return NewRows(
@@ -127,7 +143,7 @@ class DiskCaches:
             cache.token_ids,
             start,
             cache.rows_out(start),
-            seconds,
+            (len(cache) - start) * seconds_per_token,
         )
 
     def keep_paths(self, conversation_id: str, paths: Sequence[Sequence[int]]) -> None:

@@ -99,6 +99,11 @@ class LiveCaches:
         with self._lock:
             return conversation_id in self._kept
 
+    def kept(self) -> dict[str, LiveCache]:
+        """Every kept cache by its conversation; they stay kept."""
+        with self._lock:
+            return dict(self._kept)
+
     def keep(self, conversation_id: str, live: LiveCache) -> None:
         """Keep a cache as the most recently used one, evicting others where the budget asks for it."""
         with self._lock:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from cache_store.errors import NotFound, StoreError
+from cache_store.errors import NotFound, SegmentGone, StoreError
 from cache_store.segments import Segments
 
 log = logging.getLogger(__name__)
@@ -76,15 +76,20 @@ class Saver:
         """Start the writing thread."""
         self._thread.start()
 
-    def offer(self, rows: NewRows) -> bool:
-        """Queue rows for writing. False when the queue is full or closing: they were not taken."""
+    def offer(self, rows: NewRows, patience_s: float = 0.0) -> bool:
+        """Queue rows for writing. False when the queue is closing, or has no room for them within
+        `patience_s` seconds: they were not taken."""
         with self._changed:
-            queued = sum(waiting.nbytes for waiting in self._waiting)
-            if self._closing or (self._waiting and queued + rows.nbytes > MAX_QUEUED_BYTES):
+            self._changed.wait_for(lambda: self._closing or self._has_room(rows), patience_s)
+            if self._closing or not self._has_room(rows):
                 return False
             self._waiting.append(rows)
             self._changed.notify_all()
             return True
+
+    def _has_room(self, rows: NewRows) -> bool:
+        queued = sum(waiting.nbytes for waiting in self._waiting)
+        return not self._waiting or queued + rows.nbytes <= MAX_QUEUED_BYTES
 
     def take_lost(self, conversation_id: str) -> bool:
         """Whether rows of this conversation were taken but could not be written; asking clears it."""
@@ -154,6 +159,8 @@ class Saver:
                 self.notice = None
         except NotFound:
             log.info("a deleted chat's rows were not saved")
+        except SegmentGone:
+            self._lose(rows, None)  # what it hangs from went between the look-up and the writing
         except StoreError as error:
             self._lose(rows, str(error))
         except Exception:  # the thread must live on; text is not concerned

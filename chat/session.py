@@ -48,8 +48,12 @@ log = logging.getLogger(__name__)
 SHOW_EVERY_S = 0.1
 """New text is stored and shown at most this often: what a person saw is what a crash leaves."""
 
-SAVE_EVERY = 512
-"""Rows go to the disk at least once in so many tokens: no more is read again after a crash."""
+SAVE_EVERY = 256
+"""Rows go to the disk at least once in so many tokens. With as many more on their way there, a crash costs no
+more than 512 to be read again, as long as the disk keeps up with the model."""
+
+REST_PATIENCE_S = 5.0
+"""How long the end of the app waits for room in the saver's queue, for each chat."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,8 +320,10 @@ class ChatSession:
             num_old=self._num_computed_before(path, prompt, conversation.system_prompt, origin),
             origin=origin,
         )
-        if self._disk is not None and self._disk.take_lost(conversation.id):
-            start = replace(start, num_saved=0)  # rows taken for saved were not; the store skips what it has
+        disk = self.kinds.of_kind(start.cache.settings.kind).disk
+        if disk is not None and disk.take_lost(conversation.id):  # rows taken for saved were not
+            num_stored = disk.num_stored(conversation.owner, conversation.id, start.cache)
+            start = replace(start, num_saved=min(start.num_saved, num_stored))
         return Turn(
             start=start,
             num_saved=start.num_saved,
@@ -366,10 +372,19 @@ class ChatSession:
         disk = self.kinds.of_kind(turn.cache.settings.kind).disk
         if disk is None or num_new < at_least or not turn.cache.can_be_saved():
             return
-        seconds = num_new * self._read_s_per_token
-        rows = disk.new_rows(conversation.owner, conversation.id, turn.cache, turn.num_saved, seconds)
+        rows = disk.new_rows(
+            conversation.owner, conversation.id, turn.cache, turn.num_saved, self._read_s_per_token
+        )
         if disk.save(rows):
             turn.num_saved = len(turn.cache)
+
+    def save_rest(self) -> None:
+        """Before the end: queue what of the kept caches was refused by a full queue or could not be written.
+        On the inference thread only."""
+        for conversation_id, live in self._live.kept().items():
+            disk = self.kinds.of_kind(live.cache.settings.kind).disk
+            if disk is not None:
+                disk.save_rest(conversation_id, live, self._read_s_per_token, REST_PATIENCE_S)
 
     def _show_and_save(self, turn: Turn, conversation: Conversation, reply: Message) -> Iterator[Delta]:
         waiting, num_saved, shown_at = "", turn.num_begun, 0.0

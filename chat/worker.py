@@ -229,6 +229,14 @@ class Worker:
                 if self._jobs.get(work.job.conversation_id) is work.job:
                     del self._jobs[work.job.conversation_id]
                 self._tell_positions()
+        self._save_rest()
+
+    def _save_rest(self) -> None:
+        try:
+            if self._session is not None:
+                self._session.save_rest()
+        except Exception:  # caches are disposable; whatever else is closed after this must be
+            log.exception("what was left of the caches could not be saved")
 
     def _next(self) -> Task | Conversation | IdleWork | None:
         """Wait for the next reply, or else for a conversation to warm, or else for idle work; None at the

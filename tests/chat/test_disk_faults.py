@@ -11,6 +11,7 @@ import os
 import pickle
 import shutil
 import tempfile
+import threading
 from collections.abc import Callable, Generator
 from functools import lru_cache
 from pathlib import Path
@@ -20,8 +21,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache_store.records import Segment
+from cache_store.errors import SegmentGone
+from cache_store.records import Link, Segment
+from cache_store.segments import Segments
 from chat.model import LoadedModel
+from chat.saver import NewRows, Saver
 from chat.settings import SamplingSettings
 from chat.stats import TurnStats
 from tests.cache_store.talk import dump
@@ -490,3 +494,78 @@ TIMES = {
     "segments": ("created_at", "last_used_at"),
     "segment_uses": ("used_at",),
 }
+
+
+# What was not saved in time
+
+
+def test_rows_that_the_queue_had_no_room_for_are_saved_when_the_app_closes(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk stands still for two turns; their rows are refused and nothing of them was queued."""
+    gate = threading.Event()
+    append = Segments.append
+
+    def held(segments: Segments, *args: Any, **options: Any) -> Link:
+        assert gate.wait(60)
+        return append(segments, *args, **options)
+
+    monkeypatch.setattr(Segments, "append", held)
+    monkeypatch.setattr("chat.saver.MAX_QUEUED_BYTES", 1)
+    name = chat_of(house)
+    for reply in ("No, and you?", "The dog is the dog."):
+        dictated_turn(house, name, reply)
+    gate.set()
+    house.restart()
+    check_that_all_is_known(house)
+
+
+def test_rows_that_were_lost_are_saved_when_the_app_closes(on_disk: HouseOnDisk) -> None:
+    house = on_disk
+    name = dictated_turn(house, None, "Yes, a dog.")
+    house.disk_below.free = 0
+    dictated_turn(house, name, "No, and you?")
+    assert notice_of(house, name)
+    house.disk_below.free = PLENTY
+    house.restart()
+    check_that_all_is_known_in(house, name)
+
+
+def test_after_a_loss_only_what_is_not_on_disk_is_copied_for_the_saver(
+    on_disk: HouseOnDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Law 5, for chats that do not fit into the limit, turn after turn."""
+    house, offered = on_disk, list[NewRows]()
+    name = dictated_turn(house, None, "Yes, a dog.")
+    assert notice_of(house, name) == ""
+    num_stored = segments_of(house)[-1].end
+    house.disk_below.free = 0
+    dictated_turn(house, name, "No, and you?")
+    assert notice_of(house, name)
+    offer = Saver.offer
+
+    def seen(saver: Saver, rows: NewRows, *args: Any) -> bool:
+        offered.append(rows)
+        return offer(saver, rows, *args)
+
+    monkeypatch.setattr(Saver, "offer", seen)
+    dictated_turn(house, name, "The dog is the dog.")
+    assert min(rows.start for rows in offered) == num_stored
+
+
+def test_a_beginning_that_goes_while_rows_are_on_their_way_is_no_reason_for_a_notice(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another chat's eviction may come between the look-up and the writing; the next turn saves it all."""
+    append = Segments.append
+
+    def gone(*args: Any, **options: Any) -> Link:
+        raise SegmentGone("as a test")
+
+    monkeypatch.setattr(Segments, "append", gone)
+    dictated_turn(house, chat_of(house), "No, and you?")
+    assert notice_of(house, chat_of(house)) == ""
+    monkeypatch.setattr(Segments, "append", append)
+    dictated_turn(house, chat_of(house), "All is well.")
+    house.restart()
+    check_that_all_is_known(house)

@@ -41,7 +41,7 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
 PLENTY = 10**9
 SAVE_EVERY = 32
-"""In place of 512, so that a short text is saved in several pieces."""
+"""In place of 256, so that a short text is saved in several pieces."""
 
 SHORT = SamplingSettings(temperature=0, max_new_tokens=3)
 PATIENCE_S = 60.0
