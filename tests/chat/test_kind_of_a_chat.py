@@ -147,7 +147,7 @@ def test_converted_rows_go_on_where_the_disk_ends_so_that_a_restart_changes_noth
 def test_a_conversion_takes_little_more_than_the_larger_cache(house: House) -> None:
     """Law 5: a budget with room for the dense cache and not for both."""
     chat = talk(house, num_turns=3)
-    house.live.max_bytes = house.kept()[chat].cache.nbytes * 5 // 4 + 4_096
+    house.live.max_bytes = house.kept()[chat].cache.nbytes * 6 // 5
     house.chats.set_cache_kind(OWNER, chat, "native8")
     assert go_on(house, chat).num_read_again == 0
 
