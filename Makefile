@@ -27,7 +27,7 @@ test: check
 	@echo "== Chromium"
 	@sh tests/install_chromium.sh
 	@echo "== pytest"
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder $(ARGS)
 
 check: $(DEV_STAMP)
 	@echo "== ruff check"

@@ -20,7 +20,8 @@ from chat.model import LoadedModel, load_model
 from chat.settings import ModelSettings
 from tests.tiny_models import tiny_llama
 
-torch.set_num_threads(2)
+NUM_WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+torch.set_num_threads(max(1, 2 // NUM_WORKERS))
 
 settings.register_profile("keepwarm", deadline=None)
 settings.register_profile("keepwarm-ci", deadline=None, derandomize=True, print_blob=True)
@@ -39,8 +40,11 @@ _NO_CHROMIUM = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests by what they use, and skip those that need a CUDA device where there is none."""
+    """Mark tests by what they use, and skip those that need a CUDA device where there is none. Where several
+    processes share the tests, a file's go to one of them, and all that drive the one browser."""
     for item in items:
+        folder = item.path.parent.name
+        item.add_marker(pytest.mark.xdist_group(folder if folder == "browser" else item.path.stem))
         for fixture, marker in _MARKER_OF_FIXTURE.items():
             if fixture in getattr(item, "fixturenames", ()):
                 item.add_marker(marker)

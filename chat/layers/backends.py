@@ -7,6 +7,7 @@ be neither cropped nor saved one by one.
 
 from __future__ import annotations
 
+import warnings
 from importlib import import_module
 from typing import Any
 
@@ -19,7 +20,7 @@ from chat.layers.affine import TINY, Fit
 def hqq_fit() -> Fit:
     """Half-quadratic quantization, which moves the zero point until few elements are far off. It stops when
     all groups of a call together stop gaining. Raises whatever importing hqq raises."""
-    quantizer: Any = import_module("hqq.core.quantize").Quantizer
+    quantizer: Any = _imported("hqq.core.quantize").Quantizer
 
     def fit(groups: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
         size = groups.shape[-1]
@@ -35,7 +36,7 @@ def hqq_fit() -> Fit:
 
 def quanto_fit() -> Fit:
     """Quanto's scale, from a group's extremes. Raises whatever importing optimum.quanto raises."""
-    quanto: Any = import_module("optimum.quanto")
+    quanto: Any = _imported("optimum.quanto")
     types: dict[int, Any] = {2: quanto.qint2, 4: quanto.qint4}
     optimizer: Any = quanto.MaxOptimizer()
 
@@ -49,3 +50,11 @@ def quanto_fit() -> Fit:
         return codes.float(), -shift, (2**bits - 1) * scale - shift
 
     return fit
+
+
+def _imported(name: str) -> Any:
+    """What these libraries warn of while they are imported (both use parts of Python that are on their way
+    out) is for their authors."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return import_module(name)

@@ -30,7 +30,7 @@ from chat.disk import states_at_ends
 from chat.job import Job
 from chat.kv_cache import KVCache
 from chat.model import LoadedModel
-from chat.saver import Saver
+from chat.saver import NewRows, Saver
 from chat.settings import SamplingSettings
 from tests.cache_store.killer import Killer
 from tests.fork_server import ForkServer
@@ -158,8 +158,8 @@ def write_before_going_on() -> None:
     """Make the inference thread wait for each save, so that the steps come in one order only."""
     offer = Saver.offer
 
-    def waiting(saver: Saver, rows: Any) -> bool:
-        taken = offer(saver, rows)
+    def waiting(saver: Saver, rows: NewRows, patience_s: float = 0.0) -> bool:
+        taken = offer(saver, rows, patience_s)
         assert saver.wait_for(rows.conversation_id, PATIENCE_S)
         return taken
 

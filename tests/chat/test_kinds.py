@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast, get_args
 
 import pytest
@@ -17,6 +18,8 @@ import torch
 from torch import Tensor
 
 import chat.layers.packed
+from cache_store.errors import SegmentDamaged
+from cache_store.file_header import info_of
 from chat.chat_view import ChatView
 from chat.errors import CacheMismatch, ChatError, KindUnavailable
 from chat.kv_cache import KVCache
@@ -443,6 +446,19 @@ def test_a_new_chat_takes_a_part_of_a_saved_segment_byte_for_byte(
 
 
 @saved_kinds
+def test_rows_of_another_kind_are_refused_before_anything_is_read(kind: CacheKind) -> None:
+    """Law 4, should a fingerprint ever be wrong."""
+    rows = holding(20, "dynamic", model("llama")).rows_out(0)
+    file: Any = SimpleNamespace(tensors=[info_of(name, tensor) for name, tensor in rows.items()])
+    for num_held in (0, 5):
+        cache = holding(num_held, kind, model("llama"))
+        with pytest.raises(SegmentDamaged, match="another kind"):
+            cache.take_rows(file, IDS[num_held : num_held + 20], with_state=True)
+        assert len(cache) == num_held
+        cache.check()
+
+
+@saved_kinds
 def test_kinds_never_read_each_others_rows_and_both_stay_on_disk(tmp_path: Path, kind: CacheKind) -> None:
     """Law 4: the fingerprint names the kind; law 1: whoever goes back finds everything again."""
     with house_of(tmp_path, "dynamic", "llama") as house:
@@ -577,12 +593,16 @@ def test_settings_that_make_no_sense_are_refused(wrong: dict[str, Any]) -> None:
         CacheSettings(**wrong)
 
 
-def test_models_whose_layers_read_each_others_rows_are_known() -> None:
-    """There the working memory must not be shared; see `Workspace`."""
-    config: Any = text_config(tiny_llama().model)
-    assert not shares_rows(config)
-    config.num_kv_shared_layers = 1
-    assert shares_rows(config)
+@pytest.mark.parametrize(("name", "num_places"), [("llama", 1), ("gemma4_text", 2)])
+@torch.inference_mode()
+def test_where_layers_read_each_others_rows_none_unpacks_over_anothers(name: str, num_places: int) -> None:
+    """There the working memory is not shared; see `Workspace`."""
+    assert shares_rows(text_config(model(name).model)) == (num_places == 2)
+    cache = holding(20, "native8", model(name))
+    layer = next(each for each in layers(cache) if isinstance(each, PackedLayer))
+    shape = 1, layer.buffers[0].shape[0], 1, layer.buffers[0].shape[2]
+    seen = [layer.update(torch.zeros(shape), torch.zeros(shape))[0] for _ in range(2)]
+    assert len({states.data_ptr() for states in seen}) == num_places
 
 
 def test_a_greedy_chat_is_written_the_same_again(tmp_path: Path) -> None:

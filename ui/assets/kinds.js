@@ -39,6 +39,7 @@ function picked(row) {
   else if (row.cost) wanted = row.kind;
   else return choose(row.kind);
   paint();
+  if (wanted) ask(); // what it costs may have changed since it was told
 }
 
 function option(row) {
