@@ -39,10 +39,10 @@ def lay_out(default_system_prompt: str) -> Parts:
         chat, marks, verbs, live, shown, box = _main()
     with gr.Column(elem_id="drawer"):
         system_prompt, save_prompt, sampling, reset_sampling = _drawer(default_system_prompt)
-        _fixed("<h2>Cache</h2>")
+        _fixed("<h2>Cache of this chat</h2>")
         kinds = painted("kinds", "<section aria-label='Cache of this chat'></section>", asset("kinds.js"))
-        _fixed("<h2>Caches</h2>")
-        caches = painted("caches", "<section aria-label='Caches'></section>", asset("caches.js"))
+        _fixed("<h2>All caches</h2>")
+        caches = painted("caches", "<section aria-label='All caches'></section>", asset("caches.js"))
     return Parts(
         box=box,
         chat=chat,
