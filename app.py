@@ -38,6 +38,12 @@ if TYPE_CHECKING:
 
 OWN_ADDRESSES = ("127.0.0.1", "localhost", "::1")
 
+NOT_SAVED = (
+    "Caches are not saved this time, because their folder cannot be used; your chats are safe, and the"
+    " terminal says why."
+)
+"""For the page, which guests see, too: it does not say where things are."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run until Ctrl-C or SIGTERM. Returns the exit code; unexpected errors leave as they are."""
@@ -220,9 +226,8 @@ def open_saved_caches(
         segments = Segments(database, folder.kv, options.budgets.max_disk_bytes)
         segments.sweep()
     except StoreError as error:
-        why_not = f"Caches are not saved this time: {error}"
-        print(why_not, file=sys.stderr)
-        return None, None, why_not
+        print(f"Caches are not saved this time: {error}", file=sys.stderr)
+        return None, None, NOT_SAVED
     return segments, Saver(segments), ""
 
 

@@ -81,15 +81,15 @@ def write_segment_file(path: Path, content: FileContent) -> FileFacts:
                 path.unlink(missing_ok=True)
             raise
     except OSError as exc:
-        raise refused(path, exc) from exc
+        raise refused(exc) from exc
     return facts
 
 
-def refused(path: Path, exc: OSError) -> DiskRefused:
-    """What to tell a person when the cache folder cannot be written."""
+def refused(exc: OSError) -> DiskRefused:
+    """What to tell people when the cache folder cannot be written. Not where it is: guests read it, too."""
     return DiskRefused(
-        f"The cache folder {path.parent} cannot be written ({exc.strerror or exc}); the chat is safe, but "
-        "its cache was not saved; free some space or allow writing there."
+        f"The cache folder cannot be written ({exc.strerror or type(exc).__name__}); the chat is safe, but"
+        " its cache was not saved; free some space or allow writing there."
     )
 
 

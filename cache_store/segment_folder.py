@@ -87,11 +87,11 @@ class SegmentFolder:
         try:
             if self._disk_free(self.path) - nbytes < self._reserve_bytes:
                 raise DiskRefused(
-                    f"The disk with {self.path} is nearly full; the chat is safe, but its cache was not "
+                    "The disk with the cache folder is nearly full; the chat is safe, but its cache was not "
                     "saved; free some space."
                 )
         except OSError as exc:
-            raise refused(self.file(""), exc) from exc
+            raise refused(exc) from exc
         name = uuid.uuid4().hex + _SUFFIX
         self._nbytes += nbytes
         try:
@@ -113,7 +113,7 @@ class SegmentFolder:
             self._count()  # somebody else removed it
             return
         except OSError as exc:
-            raise refused(path, exc) from exc
+            raise refused(exc) from exc
         self._nbytes -= nbytes
 
     def set_aside(self, name: str) -> None:
@@ -129,7 +129,7 @@ class SegmentFolder:
         except FileNotFoundError:
             pass  # missing: nothing to keep
         except OSError as exc:
-            raise refused(self.file(name), exc) from exc
+            raise refused(exc) from exc
         self.empty_quarantine(NUM_QUARANTINED)
         self._count()  # a damaged file may have another size than the one that was counted
 
@@ -141,7 +141,7 @@ class SegmentFolder:
                 _remove(path)
                 self._nbytes -= nbytes
         except OSError as exc:
-            raise refused(self.quarantine, exc) from exc
+            raise refused(exc) from exc
 
     def quarantine_sizes(self) -> list[int]:
         """The size of each thing that was set aside."""
@@ -184,7 +184,7 @@ class SegmentFolder:
         try:
             self._nbytes = sum(_sizes_of(self._ours())) + sum(self.quarantine_sizes())
         except OSError as exc:
-            raise refused(self.file(""), exc) from exc
+            raise refused(exc) from exc
 
 
 def _size_of(path: Path) -> int:

@@ -162,7 +162,7 @@ class Saver:
         except SegmentGone:
             self._lose(rows, None)  # what it hangs from went between the look-up and the writing
         except StoreError as error:
-            self._lose(rows, str(error))
+            self._lose(rows, str(error), error.__cause__)
         except Exception:  # the thread must live on; text is not concerned
             log.exception("rows could not be saved")
             self._lose(rows, "A cache could not be saved; your text is kept, the log has the details.")
@@ -185,10 +185,10 @@ class Saver:
         )
         return True
 
-    def _lose(self, rows: NewRows, notice: str | None) -> None:
+    def _lose(self, rows: NewRows, notice: str | None, cause: BaseException | None = None) -> None:
         with self._changed:
             self._lost.add(rows.conversation_id)
         if notice is not None:
             if notice != self.notice:
-                log.warning("%s", notice)
+                log.warning("%s%s", notice, f" ({cause})" if cause else "")
             self.notice = notice

@@ -334,8 +334,11 @@ def test_a_cache_folder_that_cannot_be_used_is_told_on_the_terminal_and_on_the_p
     with DataFolder(tmp_path / "data") as folder, ExitStack() as opened:
         chats = app.build_chats(parse_options(words), folder, opened)
         notice = chats.saving_notice()
-    assert notice.startswith("Caches are not saved this time: ") == noticed
-    assert notice == capsys.readouterr().err.rstrip("\n")
+    told = capsys.readouterr().err
+    assert notice.startswith("Caches are not saved this time, ") == noticed
+    assert told.startswith("Caches are not saved this time: ") == noticed
+    assert (str(tmp_path / "data") in told) == noticed
+    assert str(tmp_path) not in notice, "guests see the page"
     assert (tmp_path / "data" / "kv").read_text() == "mine"
 
 

@@ -391,6 +391,7 @@ def test_a_disk_that_fails_turns_saving_off_until_it_works_again(on_disk: HouseO
         assert notice.endswith(".")
         assert "the chat is safe" in notice
         assert "\n" not in notice
+        assert str(house.folder) not in notice, "guests see it, too"
         house.check_invariant(chat)
     assert {path.name for path in (house.folder / "kv").iterdir()} == {
         segment.file for segment in segments_of(house)
