@@ -9,14 +9,14 @@ harmed files are damaged, the limits hold, and nothing is kept for a chat that i
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import initialize, invariant, precondition, rule
+from hypothesis.stateful import invariant, precondition, rule
 
 from cache_store.records import Message
 from cache_store.rows import unpack_ids
@@ -30,9 +30,8 @@ from tests.chat.passes import PATIENCE_S
 from tests.chat.test_state_machine import (
     BUDGET_TOKENS,
     OWNERS,
-    TEXTS,
     TOKENIZER,
-    Interruption,
+    Asked,
     People,
     num_common,
 )
@@ -89,17 +88,6 @@ class PeopleOnDisk(People):
         self.has_rows = KVCache(loaded.model, house.settings).has_rows()
         return house
 
-    @initialize(texts=st.lists(TEXTS, min_size=2, max_size=3))
-    def move_in(self, texts: Sequence[str] = ()) -> None:
-        """Each person has a chat already."""
-        super().move_in()
-        for owner in OWNERS:
-            for text in texts:
-                self.look()
-                name = next((name for name, tree in self.trees.items() if tree.owner == owner), None)
-                verb = partial(self.send, owner, f"{owner}: {text}", name)
-                self.reply(owner, name, Interruption(), verb)
-
     # what happens to caches
 
     @precondition(lambda self: self.trees)
@@ -130,8 +118,8 @@ class PeopleOnDisk(People):
 
     # what must hold after a reply
 
-    def learn(self, job: Job, name: str) -> Message:
-        reply = super().learn(job, name)
+    def learn(self, job: Job, name: str, asked: Asked) -> Message:
+        reply = super().learn(job, name, asked)
         self.settle()
         return reply
 
@@ -177,14 +165,8 @@ class PeopleOnDisk(People):
         assert self.house.database.rows("PRAGMA foreign_key_check") == []
 
     def look(self) -> None:
-        """Remember what is kept as a step begins."""
-        self.ids_before = {name: live.cache.token_ids for name, live in self.house.kept().items()}
-        self.saved_rows_belong_to_one_owner()
-
-    @invariant()
-    def saved_rows_belong_to_one_owner(self) -> None:
-        if not hasattr(self, "house"):
-            return
+        """What whole files hold, too; no row holds another owner's words."""
+        super().look()
         self.saved_before: dict[str, list[tuple[int, ...]]] = {owner: [] for owner in OWNERS}
         paths: dict[str, tuple[int, ...]] = {}
         whole: set[str | None] = {None}
@@ -214,7 +196,7 @@ class PeopleWithConvolutions(PeopleOnDisk):
 
 
 RUNS = settings(
-    max_examples=int(os.environ.get("KEEPWARM_MACHINE_RUNS", "6")), stateful_step_count=12, deadline=None
+    max_examples=int(os.environ.get("KEEPWARM_MACHINE_RUNS", "8")), stateful_step_count=12, deadline=None
 )
 
 TestPeopleOnDisk = PeopleOnDisk.TestCase
