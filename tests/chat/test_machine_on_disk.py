@@ -196,7 +196,7 @@ class PeopleWithConvolutions(PeopleOnDisk):
 
 
 RUNS = settings(
-    max_examples=int(os.environ.get("KEEPWARM_MACHINE_RUNS", "8")), stateful_step_count=12, deadline=None
+    max_examples=int(os.environ.get("KEEPWARM_MACHINE_RUNS", "5")), stateful_step_count=12, deadline=None
 )
 
 TestPeopleOnDisk = PeopleOnDisk.TestCase

@@ -79,7 +79,7 @@ class Asked:
 class People(RuleBasedStateMachine):
     """See the module."""
 
-    @initialize(texts=st.lists(TEXTS, min_size=2, max_size=3))
+    @initialize(texts=st.lists(TEXTS, min_size=1, max_size=2))
     def move_in(self, texts: Sequence[str]) -> None:
         """Each person has a chat already."""
         self.folder = tempfile.TemporaryDirectory()
@@ -503,5 +503,5 @@ def _pick(choices: list[str], number: int) -> str:
 
 TestPeople = People.TestCase
 TestPeople.settings = settings(
-    max_examples=int(os.environ.get("KEEPWARM_MACHINE_RUNS", "30")), stateful_step_count=15, deadline=None
+    max_examples=int(os.environ.get("KEEPWARM_MACHINE_RUNS", "16")), stateful_step_count=14, deadline=None
 )
