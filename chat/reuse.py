@@ -72,11 +72,12 @@ class Places:
 
 @dataclass(frozen=True, slots=True)
 class _Past:
-    """What the conversation had computed when the turn began, asked before its cache is cut. `own`: the
-    prompt's beginning that its live cache holds and can be cut to. `extends`: that cache was a plain
-    beginning of the prompt, so it held all that was ever computed of it. `again`: why anything else that
-    was computed once is read again, when neither damage nor eviction on disk explains it."""
+    """What the conversation had computed when the turn began, asked before its cache is cut. `common`: the
+    prompt's beginning that its live cache holds; `own`: as much of it as the cache can be cut to. `extends`:
+    that cache was a plain beginning of the prompt, so it held all that was ever computed of it. `again`: why
+    anything else that was computed once is read again, when no loss on disk explains it."""
 
+    common: int
     own: int
     extends: bool
     again: Reason
@@ -131,8 +132,8 @@ def start_turn(
     num_damaged_files = found.num_damaged_files
     if num_again:
         num_damaged_files = max(num_damaged_files, int(found.is_damaged))
-        why = "damaged" if num_damaged_files else "evicted" if found.is_evicted else past.again
-        reasons[why] = reasons.get(why, 0) + num_again
+        for why, count in _why_again(past, found, num_cached, num_again, is_damaged=num_damaged_files > 0):
+            reasons[why] = reasons.get(why, 0) + count
     return Start(
         found.cache,
         found.num_live,
@@ -194,15 +195,15 @@ def _past(
         if not setting and places.disk is not None:
             setting = places.disk.changed_field(conversation.id)
         saved = places.disk.last_path(conversation.id) if places.disk is not None else ()
-        return _Past(0, False, _why_gone(places, conversation, setting), saved, setting)
+        return _Past(0, 0, False, _why_gone(places, conversation, setting), saved, setting)
     common = lent.num_common(prompt.token_ids[:-1])
     own = common if lent.cache.can_crop_to(common) else 0
     if lent.is_warmed and common == len(lent.cache):  # what warming did not bring back was lost before it
-        return _Past(own, False, _why_gone(places, conversation, setting), lent.token_ids, setting)
+        return _Past(common, own, False, _why_gone(places, conversation, setting), lent.token_ids, setting)
     if lent.lost is not None and common == len(lent.cache):
-        return _Past(own, False, lent.lost, lent.token_ids, "")
+        return _Past(common, own, False, lent.lost, lent.token_ids, "")
     extends = common == len(lent.cache) and lent.was_read_for(path)
-    return _Past(own, extends, _why_left(lent, common, conversation, path), lent.token_ids, "")
+    return _Past(common, own, extends, _why_left(lent, conversation, path), lent.token_ids, "")
 
 
 def _beginning(
@@ -310,11 +311,22 @@ def _why_gone(places: Places, conversation: Conversation, changed_setting: str) 
     return places.live.why_missing(conversation.id) or ("off" if places.disk is None else "restart")
 
 
-def _why_left(lent: LiveCache, common: int, conversation: Conversation, path: Sequence[Message]) -> Reason:
-    """Why a conversation's cache has to be left. One whose last reply is on the path was read for this very
-    past: then only the template can have rendered it differently. Otherwise it belongs to another branch."""
+def _why_again(
+    past: _Past, found: _Beginning, num_cached: int, num_again: int, *, is_damaged: bool
+) -> list[tuple[Reason, int]]:
+    """Why tokens that were computed once are read again: what the conversation's cache has in common with the
+    prompt because it cannot be cut there, what is behind because the prompt departs from it."""
+    if is_damaged or found.is_evicted:
+        return [("damaged" if is_damaged else "evicted", num_again)]
+    num_held = min(num_again, max(0, past.common - num_cached)) if past.own < past.common else 0
+    counts: list[tuple[Reason, int]] = [("not_croppable", num_held), (past.again, num_again - num_held)]
+    return [each for each in counts if each[1]]
+
+
+def _why_left(lent: LiveCache, conversation: Conversation, path: Sequence[Message]) -> Reason:
+    """Why the prompt departs from a conversation's cache. One whose last reply is on the path was read for
+    this very past: then only the template can have rendered it differently. Otherwise it belongs to another
+    branch."""
     if lent.system_prompt != conversation.system_prompt:
         return "edited"
-    if not lent.cache.can_crop_to(common):
-        return "not_croppable"
     return "template" if lent.was_read_for(path) else "evicted"

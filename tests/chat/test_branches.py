@@ -15,9 +15,8 @@ from chat.errors import EmptyMessage, NothingToDo
 from chat.stats import TurnStats
 from tests.chat.passes import dictated, llama
 from tests.chat.replies import END, LONG, chat_of, encode, sampling, texts
-from tests.chat.tokenizers import with_template
+from tests.chat.tokenizers import THINKING, with_template
 from tests.house import GREEDY, OWNER, House
-from tests.tiny_models import CHATML
 
 DISK = 10**9
 
@@ -408,14 +407,6 @@ def test_a_stranger_finds_none_of_it(house: House, stranger: str) -> None:
 
 
 # Why tokens are read
-
-
-THINKING = CHATML.replace(
-    "message['content'] + '<|im_end|>",
-    "(message['content'].split('</think>')[-1] if message['role'] == 'assistant' else message['content'])"
-    " + '<|im_end|>",
-)
-"""Drops the thinking block of every past reply, as Qwen3's template does."""
 
 
 def test_around_a_stripped_thinking_block_only_that_turn_is_read_again(tmp_path: Path) -> None:

@@ -30,6 +30,13 @@ NO_SYSTEM = (
     "{{ raise_exception('System role not supported') }}{% endif %}{% endfor %}" + CHATML
 )
 
+THINKING = CHATML.replace(
+    "message['content'] + '<|im_end|>",
+    "(message['content'].split('</think>')[-1] if message['role'] == 'assistant' else message['content'])"
+    " + '<|im_end|>",
+)
+"""Drops the thinking block of every past reply, as Qwen3's template does."""
+
 _WORDS = ("the", "and", "you", "is", "a", "dog", "Hi", "user", "assistant", "system")
 
 
