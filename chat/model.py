@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -30,7 +30,7 @@ from transformers import (
 )
 
 from chat.checkpoint import Checkpoint, fetch_weights, find_checkpoint, first_line, read_json
-from chat.errors import ModelUnusable
+from chat.errors import ModelError, ModelUnusable
 from chat.model_facts import (
     check_template,
     check_tokenizer,
@@ -40,7 +40,10 @@ from chat.model_facts import (
     num_context_tokens,
     text_config,
 )
+from chat.placement import check_room, placement_of, spread_from, tell_spread
 from chat.settings import DeviceName, DtypeName, ModelSettings
+from chat.unpacked_gguf import is_kept, keep, kept_folder
+from chat.weight_forms import quantization, try_out
 
 GROUPS_SWITCH = "TRANSFORMERS_SDPA_FORCE_GQA"
 """The library's variable, which it reads at every pass (5.24)."""
@@ -51,7 +54,7 @@ class LoadedModel:
     """A model in evaluation mode and its tokenizer.
 
     `kv_bytes_per_token`: what a dense cache takes per token; an upper bound for sliding-window models.
-    `eos_token_ids`: any of them ends a reply. `fingerprint`: see the module.
+    `eos_token_ids`: any of them ends a reply. `device`: where input ids go. `fingerprint`: see the module.
     """
 
     name: str
@@ -71,15 +74,54 @@ def load_model(settings: ModelSettings, models_dir: Path) -> LoadedModel:
     Raises ModelNotFound, ModelUnusable or DownloadFailed.
     """
     device = choose_device(settings.device)
-    dtype = choose_dtype(settings.dtype, device)
+    plan = _Plan(device, choose_dtype(settings.dtype, device), _with_device(settings, device), models_dir)
     attend_in_groups(device)
     checkpoint = find_checkpoint(settings, models_dir)
+    if checkpoint.gguf_file is not None:
+        return _load_gguf(checkpoint, plan)
+    return _load(checkpoint, plan)
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """How a checkpoint is to be loaded; `settings` name the device that was chosen."""
+
+    device: torch.device
+    dtype: torch.dtype
+    settings: ModelSettings
+    models_dir: Path
+
+
+def _with_device(settings: ModelSettings, device: torch.device) -> ModelSettings:
+    """What `auto` came to may not go with the other settings. Raises ModelUnusable."""
+    try:
+        return replace(settings, device=cast("DeviceName", device.type))
+    except ValueError as error:
+        raise ModelUnusable(str(error)) from error
+
+
+def _load(checkpoint: Checkpoint, plan: _Plan, identity: str = "") -> LoadedModel:
+    """`identity`: of the files that the checkpoint was made from; its own when empty."""
     config = _load_config(checkpoint)
     tokenizer = _load_tokenizer(checkpoint)
     check_template(checkpoint.name, tokenizer)
-    identity = fetch_weights(checkpoint)
-    model = _load_weights(checkpoint, config, device, dtype)
+    identity = identity or fetch_weights(checkpoint)
+    model = _load_weights(checkpoint, config, plan)
     return describe(checkpoint.name, model, tokenizer, identity)
+
+
+def _load_gguf(checkpoint: Checkpoint, plan: _Plan) -> LoadedModel:
+    """From the folder that the file was unpacked into, which is made first if it is not there yet."""
+    identity = fetch_weights(checkpoint)
+    folder = kept_folder(checkpoint, identity, plan.dtype, plan.models_dir)
+    if not is_kept(folder, identity, plan.dtype):
+        plainly = replace(plan.settings, weights="full", device_map="single")
+        unpacked = _load(checkpoint, replace(plan, device=torch.device("cpu"), settings=plainly), identity)
+        if not keep(folder, unpacked.model, unpacked.tokenizer, identity):
+            model = cast("Any", unpacked.model).to(plan.device)
+            return describe(checkpoint.name, model, unpacked.tokenizer, identity)
+        del unpacked  # else the weights would be in memory twice
+    return _load(replace(checkpoint, folder=folder, gguf_file=None), plan, identity)
 
 
 def attend_in_groups(device: torch.device) -> None:
@@ -99,7 +141,7 @@ def describe(
         name=name,
         model=model,
         tokenizer=tokenizer,
-        device=model.device,
+        device=placement_of(model).inputs,
         dtype=model.dtype,
         num_context_tokens=num_context_tokens(config),
         eos_token_ids=end_token_ids(model, tokenizer),
@@ -174,20 +216,22 @@ def _load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _load_weights(
-    checkpoint: Checkpoint, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype
-) -> PreTrainedModel:
-    """Straight onto `device`; a weight file is mapped, not read twice into memory."""
+def _load_weights(checkpoint: Checkpoint, config: PreTrainedConfig, plan: _Plan) -> PreTrainedModel:
+    """Straight to where they belong; a weight file is mapped, not read twice into memory."""
     if checkpoint.gguf_file is not None:
         form: dict[str, Any] = {"quantization_config": GgufConfig(dequantize=True)}
     else:
         form = {"use_safetensors": True, "config": config}
+    quantized = plan.settings.weights != "full"
+    if quantized:
+        form.update(_quantization(checkpoint, config, plan))
     with _failures_as_sentences(checkpoint.name, _guess(checkpoint)):
+        places = _places(checkpoint, config, plan)
         model, report = cast("Any", AutoModelForCausalLM).from_pretrained(
             checkpoint.folder,
-            dtype=dtype,
-            device_map=None if device.type == "cpu" else {"": device},
+            dtype=plan.dtype,
             output_loading_info=True,
+            **places,
             **form,
             **_from(checkpoint),
         )
@@ -197,7 +241,35 @@ def _load_weights(
             f"{checkpoint.name} is incomplete: its files lack weights (in all {len(missing)}, such as"
             f" {missing[0]}); fetch the model again or choose another one with --model."
         )
-    return cast("PreTrainedModel", model.eval().requires_grad_(False))
+    model = cast("PreTrainedModel", model.eval().requires_grad_(False))
+    tell_spread(checkpoint.name, model)
+    if quantized:
+        what = f"{checkpoint.name} with --weights {plan.settings.weights}"
+        with _failures_as_sentences(what, "bitsandbytes cannot compute with its shapes here"):
+            try_out(model)
+    return model
+
+
+def _quantization(checkpoint: Checkpoint, config: PreTrainedConfig, plan: _Plan) -> dict[str, Any]:
+    if _is_quantized(config):
+        raise ModelUnusable(
+            f"{checkpoint.name} is quantized already, so --weights {plan.settings.weights} finds nothing to"
+            " quantize; leave it out, or choose the model in full precision with --model."
+        )
+    return quantization(plan.settings.weights, plan.dtype)
+
+
+def _is_quantized(config: PreTrainedConfig) -> bool:
+    return getattr(config, "quantization_config", None) is not None
+
+
+def _places(checkpoint: Checkpoint, config: PreTrainedConfig, plan: _Plan) -> dict[str, Any]:
+    """Where the weights go, checked against what is free before anything is allocated."""
+    if plan.settings.device_map == "auto":
+        return spread_from(plan.device, config, plan.dtype, plan.models_dir)
+    if not _is_quantized(config):
+        check_room(checkpoint.name, config, plan.dtype, plan.settings.weights, plan.device)
+    return {"device_map": {"": plan.device}}
 
 
 def _from(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -217,10 +289,14 @@ def _failures_as_sentences(what: str, guess: str) -> Generator[None]:
     """The one place where the libraries' errors while loading become ours. `guess`: the usual cause."""
     try:
         yield
+    except ModelError:
+        raise
     except Exception as error:
         said = str(error)
         if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in said:
-            reason = "it does not fit into memory"
+            reason = "it does not fit into memory, where --weights nf4 or --device-map auto may help"
+        elif "dispatched on the CPU or the disk" in said:
+            reason = "it does not fit onto the GPUs, and quantized weights lie nowhere else"
         elif "trust_remote_code" in said:
             reason = "it needs program code that comes with the model, which Keepwarm never runs"
         else:

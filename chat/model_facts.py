@@ -26,6 +26,7 @@ from transformers.cache_utils import get_layer_types_and_kwargs  # pyright: igno
 
 from chat.checkpoint import first_line
 from chat.errors import ModelUnusable
+from chat.weight_forms import form_in_words
 
 FINGERPRINT_FORMAT = "1"
 UNBOUNDED_CONTEXT = 2**20
@@ -149,8 +150,10 @@ def num_context_tokens(config: PreTrainedConfig) -> int:
 
 
 def fingerprint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, source: str) -> Mapping[str, str]:
-    """What a cache made by `model` depends on, by name; `source` stands for the weights."""
+    """What a cache made by `model` depends on, by name; `source` stands for the weights as they were saved,
+    `weights` is only there when they are used in another form."""
     config = text_config(model)
+    form = form_in_words(model)
     positions = {field: getattr(config, field, None) for field in _POSITION_FIELDS}
     return MappingProxyType(
         {
@@ -162,6 +165,7 @@ def fingerprint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sour
             "template": _sha256(cast("Any", tokenizer).get_chat_template()),
             "positions": json.dumps(positions, sort_keys=True, default=str),
             "transformers": transformers.__version__,
+            **({"weights": form} if form else {}),
         }
     )
 

@@ -16,18 +16,53 @@ DEFAULT_MODEL = "default"
 
 DeviceName = Literal["auto", "cpu", "cuda", "mps"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
+WeightForm = Literal["full", "int8", "nf4"]
+"""Weights as they were saved, or quantized to 8 or 4 bits while they are loaded."""
+DeviceMap = Literal["single", "auto"]
+"""The whole model on one device, or on as many, the disk included, as it needs."""
 CacheKind = Literal["dynamic", "native8", "native4", "fp8", "hqq8", "hqq4", "hqq2", "quanto4", "quanto2"]
 """How rows are kept: as they are, or quantized to so many bits by our own code or by an optional library."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSettings:
-    """Which model to load and how. `name`: `default`, a hub id, a folder, or a `.gguf` file."""
+    """Which model to load and how. `name`: `default`, a hub id, a folder, or a `.gguf` file.
+
+    Raises ValueError, with a sentence in the words of the command line, for what cannot go together.
+    """
 
     name: str = DEFAULT_MODEL
     device: DeviceName = "auto"
     dtype: DtypeName = "auto"
     offline: bool = False
+    weights: WeightForm = "full"
+    device_map: DeviceMap = "single"
+
+    def __post_init__(self) -> None:
+        if self.device_map == "auto" and self.device == "mps":
+            raise ValueError(
+                "--device-map auto cannot go with --device mps, whose memory is the machine's own; leave one"
+                " of the two out."
+            )
+        if self.weights != "full":
+            self._check_quantized()
+
+    def _check_quantized(self) -> None:
+        if self.name.lower().endswith(".gguf"):
+            raise ValueError(
+                f"--weights {self.weights} cannot go with a GGUF file, whose weights are quantized already;"
+                " leave it out, or choose a model in full precision with --model."
+            )
+        if self.device == "mps":
+            raise ValueError(
+                f"--weights {self.weights} cannot go with --device mps, where bitsandbytes needs program code"
+                " from the hub; choose --weights full or --device cpu."
+            )
+        if self.device == "cpu" and self.device_map == "auto":
+            raise ValueError(
+                f"--weights {self.weights} cannot go with --device-map auto on the CPU, because quantized"
+                " weights cannot be left on the disk; leave one of the two out."
+            )
 
 
 @dataclass(frozen=True, slots=True)

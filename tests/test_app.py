@@ -61,6 +61,7 @@ def signals() -> Iterator[None]:
         ["--share", "--offline"],
         ["--max-disk", "lots"],
         ["--cache-kind", "native9"],
+        ["--weights", "nf4", "--device", "mps"],
         ["--auth", "anna"],
         ["--model", "/no/such/model.gguf"],
     ],

@@ -14,7 +14,16 @@ from typing import get_args
 
 import psutil
 
-from chat.settings import DEFAULT_MODEL, Budgets, CacheKind, DeviceName, DtypeName, ModelSettings
+from chat.settings import (
+    DEFAULT_MODEL,
+    Budgets,
+    CacheKind,
+    DeviceMap,
+    DeviceName,
+    DtypeName,
+    ModelSettings,
+    WeightForm,
+)
 from ui.login import Account
 from ui.option_parser import MAX_DISK, OptionParser, UsageError, add_data_dir, size
 
@@ -49,7 +58,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> Options:
     if len(set(names)) < len(names):
         raise UsageError("--auth names the same user twice; give each user one password.")
     return Options(
-        model=ModelSettings(found.model, found.device, found.dtype, found.offline),
+        model=_model_settings(found),
         budgets=Budgets(found.max_live_memory, found.max_disk),
         data_dir=found.data_dir,
         host=found.host,
@@ -60,6 +69,15 @@ def parse_options(arguments: Sequence[str] | None = None) -> Options:
         log_level=found.log_level,
         cache_kind=found.cache_kind,
     )
+
+
+def _model_settings(found: argparse.Namespace) -> ModelSettings:
+    try:
+        return ModelSettings(
+            found.model, found.device, found.dtype, found.offline, found.weights, found.device_map
+        )
+    except ValueError as exc:
+        raise UsageError(str(exc)) from exc
 
 
 def _parser() -> OptionParser:
@@ -85,6 +103,20 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
     )
     _add_choice(parser, "--device", get_args(DeviceName), "auto", "where the model runs")
     _add_choice(parser, "--dtype", get_args(DtypeName), "auto", "number format of weights and caches")
+    _add_choice(
+        parser,
+        "--weights",
+        get_args(WeightForm),
+        "full",
+        "weights as they were saved, or quantized to 8 or 4 bits while they are loaded",
+    )
+    _add_choice(
+        parser,
+        "--device-map",
+        get_args(DeviceMap),
+        "single",
+        "the model on one device, or, where that is too small, also on other GPUs, in memory and on disk",
+    )
     parser.add_argument(
         "--system-prompt", default="", metavar="TEXT", help="how every new chat begins; none by default"
     )

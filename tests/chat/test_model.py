@@ -36,7 +36,7 @@ def save(loaded: LoadedModel, folder: Path, **options: Any) -> Path:
 
 
 def load(name: Path | str, **settings: Any) -> LoadedModel:
-    return load_model(ModelSettings(name=str(name), device="cpu", **settings), _NOWHERE)
+    return load_model(ModelSettings(name=str(name), device="cpu", **settings), Path(name).parent / "models")
 
 
 def logits(loaded: LoadedModel) -> torch.Tensor:

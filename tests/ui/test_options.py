@@ -32,12 +32,13 @@ def test_without_words_the_page_is_for_this_machine_and_the_default_model(tmp_pa
     assert options.data_dir.is_absolute()
     assert (options.system_prompt, options.log_level, options.model.offline) == ("", "warning", False)
     assert options.cache_kind == "dynamic"
+    assert (options.model.weights, options.model.device_map) == ("full", "single")
 
 
 def test_every_option_arrives_where_it_belongs(tmp_path: Path) -> None:
     words = ["--model", "owner/name", "--device", "cpu", "--dtype", "bfloat16", "--data-dir", str(tmp_path)]
     words += ["--host", "0.0.0.0", "--port", "0", "--auth", "anna:a:b", "--auth", "ben:c", "--share"]
-    words += ["--cache-kind", "native8"]
+    words += ["--cache-kind", "native8", "--weights", "nf4"]
     words += [
         "--system-prompt",
         "Be brief.",
@@ -58,7 +59,8 @@ def test_every_option_arrives_where_it_belongs(tmp_path: Path) -> None:
     assert options.accounts == (Account("anna", "a:b"), Account("ben", "c"))
     assert (options.budgets.max_live_bytes, options.budgets.max_disk_bytes) == (2 * 1024**3, 0)
     assert (options.system_prompt, options.log_level) == ("Be brief.", "debug")
-    assert options.cache_kind == "native8"
+    assert (options.cache_kind, options.model.weights) == ("native8", "nf4")
+    assert parse_options(["--device-map", "auto"]).model.device_map == "auto"
     assert parse_options(["--offline"]).model.offline
 
 
@@ -106,7 +108,7 @@ def test_a_host_may_be_a_name_or_an_address_of_either_kind(text: str, host: str)
     assert parse_options(["--host", text]).host == host
 
 
-@pytest.mark.parametrize("option", ["--device", "--dtype", "--log-level"])
+@pytest.mark.parametrize("option", ["--device", "--dtype", "--weights", "--device-map", "--log-level"])
 def test_a_value_outside_a_list_is_refused_and_the_list_is_told(option: str) -> None:
     sentence = refusal(option, "tpu")
     assert f"{option} takes " in sentence
@@ -158,6 +160,25 @@ def test_one_user_with_two_passwords_is_refused(again: str) -> None:
     assert "the same user twice" in refusal("--auth", "anna:x", "--auth", again)
 
 
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["--weights", "nf4", "--model", "bird.gguf"], "quantized already"),
+        (["--weights", "int8", "--device", "mps"], "code from the hub"),
+        (["--weights", "int8", "--device", "cpu", "--device-map", "auto"], "left on the disk"),
+        (["--device-map", "auto", "--device", "mps"], "the machine's own"),
+    ],
+)
+def test_weights_and_places_that_contradict_each_other_are_refused(
+    words: list[str], reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "bird.gguf").touch()
+    monkeypatch.chdir(tmp_path)
+    sentence = refusal(*words)
+    assert sentence.startswith(words[0])
+    assert reason in sentence
+
+
 def test_sharing_and_staying_offline_contradict_each_other() -> None:
     assert "--share" in refusal("--share", "--offline")
 
@@ -175,5 +196,5 @@ def test_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
     told = capsys.readouterr().out
     assert ended.value.code == 0
     options = ["model", "device", "dtype", "data-dir", "host", "port", "share", "auth", "system-prompt"]
-    for option in [*options, "max-live-memory", "max-disk", "offline", "log-level"]:
+    for option in [*options, "max-live-memory", "max-disk", "offline", "log-level", "weights", "device-map"]:
         assert f"--{option}" in told
