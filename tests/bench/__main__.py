@@ -8,7 +8,7 @@ import json
 
 from tests.bench.machine import describe_machine
 
-NAMES = ("turns", "resume", "save", "kinds", "edit")
+NAMES = ("turns", "resume", "save", "kinds", "edit", "weights")
 
 
 def main() -> None:

@@ -8,10 +8,10 @@ import platformdirs
 
 from chat.default_model import fetch_default_model
 from chat.model import LoadedModel, load_model
-from chat.settings import ModelSettings
+from chat.settings import DtypeName, ModelSettings, WeightForm
 
 
-def load_default_model() -> LoadedModel:
+def load_default_model(weights: WeightForm = "full", dtype: DtypeName = "auto") -> LoadedModel:
     folder = Path(platformdirs.user_cache_dir("keepwarm-tests")) / "models"
     fetch_default_model(folder)
-    return load_model(ModelSettings(), folder)
+    return load_model(ModelSettings(dtype=dtype, weights=weights), folder)

@@ -58,9 +58,9 @@ class Reading:
 
 def run(say: Say) -> dict[str, Any]:
     loaded = load_default_model()
-    ids = _text(loaded)
+    ids = text_ids(loaded)
     makers, unavailable = _makers(loaded)
-    dense = _read(loaded, ids, makers["dynamic"]())
+    dense = read(loaded, ids, makers["dynamic"]())
     results: dict[str, Any] = dict.fromkeys((*get_args(CacheKind), "stock_quanto4"))
     for name, make in makers.items():
         results[name] = _measure(loaded, ids, make, dense)
@@ -70,7 +70,7 @@ def run(say: Say) -> dict[str, Any]:
     return {"tokens": len(ids), "dtype": str(loaded.dtype), "kinds": results, "unavailable": unavailable}
 
 
-def _text(loaded: LoadedModel) -> list[int]:
+def text_ids(loaded: LoadedModel) -> list[int]:
     text = "\n\n".join(topics[topic] for topic in TOPICS)
     ids: list[int] = loaded.tokenizer.encode(text, add_special_tokens=False)
     assert len(ids) >= NUM_TOKENS
@@ -86,7 +86,7 @@ def _makers(loaded: LoadedModel) -> tuple[dict[str, Callable[[], Cache]], dict[s
         if reason:
             unavailable[kind] = reason
         else:
-            makers[kind] = lambda kind=kind: _ours(loaded, kind)
+            makers[kind] = lambda kind=kind: cache_of(loaded, kind)
     reason = availability("quanto4", loaded.device.type).reason
     if reason:
         unavailable["stock_quanto4"] = reason
@@ -95,7 +95,7 @@ def _makers(loaded: LoadedModel) -> tuple[dict[str, Callable[[], Cache]], dict[s
     return makers, unavailable
 
 
-def _ours(loaded: LoadedModel, kind: CacheKind) -> Cache:
+def cache_of(loaded: LoadedModel, kind: CacheKind) -> Cache:
     settings = CacheSettings(kind=kind)
     codec, workspace = codec_for(settings), Workspace(shared=True)
     cache = DynamicCache(config=loaded.model.config)
@@ -109,19 +109,19 @@ def _ours(loaded: LoadedModel, kind: CacheKind) -> Cache:
 def _measure(
     loaded: LoadedModel, ids: list[int], make: Callable[[], Cache], dense: Reading
 ) -> dict[str, Any]:
-    reading = _read(loaded, ids, make())
+    reading = read(loaded, ids, make())
     kl, agreement = _difference(dense, reading)
-    perplexity = _perplexity(reading, ids)
+    found = perplexity(reading, ids)
     per_token = _nbytes(reading.cache) / len(ids)
     return {
         "bytes_per_token": per_token,
         "ratio_to_bf16": per_token
         / bytes_per_token(text_config(loaded.model), CacheSettings(), torch.bfloat16),
-        "perplexity": perplexity,
-        "perplexity_change": perplexity / _perplexity(dense, ids) - 1,
+        "perplexity": found,
+        "perplexity_change": found / perplexity(dense, ids) - 1,
         "mean_kl": kl,
         "top1_agreement": agreement,
-        "decode_tps": _decode_tps(loaded, ids, reading.cache),
+        "decode_tps": decode_tps(loaded, ids, reading.cache),
         "append_us_per_token": {
             str(num_held): _append_us(loaded, ids[:num_held], make) for num_held in APPEND_AT
         },
@@ -129,7 +129,7 @@ def _measure(
 
 
 @torch.inference_mode()
-def _read(loaded: LoadedModel, ids: list[int], cache: Cache) -> Reading:
+def read(loaded: LoadedModel, ids: list[int], cache: Cache) -> Reading:
     """Read the ids in passes, keeping every distribution."""
     return Reading(
         [
@@ -145,7 +145,7 @@ def _chunks(loaded: LoadedModel, ids: list[int], size: int) -> Iterator[Tensor]:
         yield torch.tensor([ids[start : start + size]], device=loaded.device)
 
 
-def _perplexity(reading: Reading, ids: list[int]) -> float:
+def perplexity(reading: Reading, ids: list[int]) -> float:
     total, start = 0.0, 1
     for found in reading.passes:
         targets = torch.tensor(ids[start : start + len(found)], device=found.device)
@@ -182,13 +182,13 @@ def _inner_bytes(value: Any) -> int:
 
 
 @torch.inference_mode()
-def _decode_tps(loaded: LoadedModel, ids: list[int], cache: Cache) -> float:
+def decode_tps(loaded: LoadedModel, ids: list[int], cache: Cache) -> float:
     """From the median of single steps behind the text."""
     times: list[float] = []
     for chunk in _chunks(loaded, ids[:DECODE_TOKENS], 1):
         began = time.perf_counter()
         loaded.model(input_ids=chunk, cache=cache, use_cache=True, logits_to_keep=1)
-        _finish(loaded)
+        finish(loaded)
         times.append(time.perf_counter() - began)
     return 1 / statistics.median(times)
 
@@ -211,7 +211,7 @@ def _append_once(loaded: LoadedModel, cache: Cache, states: tuple[Tensor, Tensor
                 layer.append(*states)
             else:
                 layer.update(*states)  # pyright: ignore[reportAttributeAccessIssue]
-    _finish(loaded)
+    finish(loaded)
     seconds = (time.perf_counter() - began) / APPEND_TOKENS
     for layer in cache.layers:
         if isinstance(layer, RowLayer):
@@ -231,7 +231,7 @@ def _states(loaded: LoadedModel) -> tuple[Tensor, Tensor]:
     )
 
 
-def _finish(loaded: LoadedModel) -> None:
+def finish(loaded: LoadedModel) -> None:
     """Wait for a device that computes on its own."""
     if loaded.device.type == "cuda":
         torch.cuda.synchronize(loaded.device)

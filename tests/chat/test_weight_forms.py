@@ -21,6 +21,7 @@ from chat.placement import weight_bytes
 from chat.settings import DeviceName, ModelSettings, WeightForm
 from chat.stats import TurnStats
 from chat.weight_forms import form_in_words, quantization
+from tests.bench.weights import nbytes
 from tests.house import GREEDY, House
 from tests.tiny_models import tiny_llama
 
@@ -44,15 +45,6 @@ def _load(tmp_path_factory: pytest.TempPathFactory) -> Load:
         return load_model(settings, folder.parent)
 
     return load
-
-
-def nbytes(model: Any) -> int:
-    """Of the parameters and of what quantized layers keep beside them."""
-    held = [*model.parameters(), *model.buffers()]
-    states = [module.weight.quant_state for module in model.modules() if hasattr(module, "quant_state")]
-    scales = [state.absmax for state in states if state is not None]
-    scales += [module.state.SCB for module in model.modules() if hasattr(module, "state")]
-    return sum(tensor.nbytes for tensor in {id(each): each for each in [*held, *scales]}.values())
 
 
 def stats(view: Any) -> TurnStats:
@@ -206,11 +198,11 @@ def test_importing_the_library_fetches_no_code_from_the_hub(
 
 
 def test_the_default_model_still_knows_its_capital_with_nf4_weights(
-    default_model: LoadedModel, default_model_folder: Path, tmp_path: Path
+    default_model_folder: Path, tmp_path: Path
 ) -> None:
     settings = ModelSettings(device="cpu", dtype="float32", offline=True, weights="nf4")
     loaded = load_model(settings, default_model_folder.parent)
-    assert nbytes(loaded.model) < nbytes(default_model.model) * 0.4
+    assert nbytes(loaded.model) < weight_bytes(loaded.model.config, torch.float32, "full") * 0.4
     with House(tmp_path, loaded) as house:
         view = house.say("What is the capital of France?", sampling=GREEDY)
         assert "Paris" in view.messages[-1].text
