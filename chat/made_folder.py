@@ -7,6 +7,7 @@ and the sizes only.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -21,6 +22,9 @@ from cache_store.folder import flush_folder
 _MANIFEST = "keepwarm.json"
 _MANIFEST_FORMAT = 1
 _BLOCK_BYTES = 2**20
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+_DISK_FULL_IN_WORDS = ("(os error 28)", "(os error 112)")
+"""How the Rust libraries report a full disk on Unix and on Windows; they raise no OSError."""
 
 
 def is_made(folder: Path, source: Mapping[str, str]) -> bool:
@@ -34,6 +38,12 @@ def is_made(folder: Path, source: Mapping[str, str]) -> bool:
         )
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return False
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """Whether a failed write found no room, whichever library it was in."""
+    code = error.errno if isinstance(error, OSError) else None
+    return code in _DISK_FULL or any(words in str(error) for words in _DISK_FULL_IN_WORDS)
 
 
 @contextmanager

@@ -31,6 +31,7 @@ from transformers import (
 
 from chat.checkpoint import Checkpoint, fetch_weights, find_checkpoint, first_line, read_json
 from chat.errors import ModelError, ModelUnusable
+from chat.made_folder import is_disk_full
 from chat.model_facts import (
     check_template,
     check_tokenizer,
@@ -40,7 +41,7 @@ from chat.model_facts import (
     num_context_tokens,
     text_config,
 )
-from chat.placement import check_room, placement_of, spread_from, tell_spread
+from chat.placement import check_room, forget_spilled, placement_of, spread_from, tell_spread
 from chat.settings import DeviceName, DtypeName, ModelSettings
 from chat.unpacked_gguf import is_kept, keep, kept_folder
 from chat.weight_forms import quantization, try_out
@@ -265,6 +266,7 @@ def _is_quantized(config: PreTrainedConfig) -> bool:
 
 def _places(checkpoint: Checkpoint, config: PreTrainedConfig, plan: _Plan) -> dict[str, Any]:
     """Where the weights go, checked against what is free before anything is allocated."""
+    forget_spilled(plan.models_dir)
     if plan.settings.device_map == "auto":
         return spread_from(plan.device, config, plan.dtype, plan.models_dir)
     if not _is_quantized(config):
@@ -295,6 +297,8 @@ def _failures_as_sentences(what: str, guess: str) -> Generator[None]:
         said = str(error)
         if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in said:
             reason = "it does not fit into memory, where --weights nf4 or --device-map auto may help"
+        elif is_disk_full(error):
+            reason = "the disk is full"
         elif "dispatched on the CPU or the disk" in said:
             reason = "it does not fit onto the GPUs, and quantized weights lie nowhere else"
         elif "trust_remote_code" in said:

@@ -70,17 +70,20 @@ def spread_from(
     then memory, then the disk. A model that fits the first one comes to lie there whole.
 
     Weights that stay on disk are read from the model's own files; the few kinds of model whose weights are
-    rearranged while loading write them into a folder in `models_dir`, which is emptied first.
+    rearranged while loading write them into a folder in `models_dir` (see `forget_spilled`).
     """
-    folder = models_dir / _SPILLED
-    shutil.rmtree(folder, ignore_errors=True)
     text = cast("PreTrainedConfig", cast("Any", config).get_text_config(decoder=True))
     for_chats = kv_bytes_per_token(text, dtype) * min(num_context_tokens(text), CHAT_TOKENS)
     return {
         "device_map": "sequential",
         "max_memory": free_memory(device, for_chats),
-        "offload_folder": str(folder),
+        "offload_folder": str(models_dir / _SPILLED),
     }
+
+
+def forget_spilled(models_dir: Path) -> None:
+    """Remove the weights that an earlier start wrote to the disk: nothing but that start could read them."""
+    shutil.rmtree(models_dir / _SPILLED, ignore_errors=True)
 
 
 def tell_spread(name: str, model: PreTrainedModel) -> None:

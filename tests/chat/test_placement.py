@@ -111,15 +111,30 @@ def test_input_goes_where_the_embedding_computes_and_not_where_it_lies(
     assert placement_of(loaded.model) == Placement(CPU, {0: CPU, 1: CPU})
 
 
-def test_what_an_earlier_start_left_on_the_disk_is_gone_at_the_next(
+def test_weights_that_were_rearranged_are_written_to_the_data_folder_and_gone_at_the_next_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    saved("llama", tmp_path)
-    left = tmp_path / "data" / "spilled" / "old.safetensors"
-    left.parent.mkdir(parents=True)
-    left.write_bytes(b"old")
-    spread("llama", tmp_path, monkeypatch)
-    assert not left.exists()
+    whole = saved("qwen3_next", tmp_path)
+    loaded = spread("qwen3_next", tmp_path, monkeypatch)
+    spilled = tmp_path / "data" / "spilled"
+    assert len(list(spilled.iterdir())) == 8
+    ids = torch.arange(30)[None]
+    with torch.inference_mode():
+        torch.testing.assert_close(loaded.model(input_ids=ids).logits, whole.model(input_ids=ids).logits)
+    load_model(ModelSettings(name=str(tmp_path / "qwen3_next"), device="cpu"), tmp_path / "data")
+    assert not spilled.exists()
+
+
+def test_a_disk_that_fills_up_with_such_weights_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError("I/O error: No space left on device (os error 28)")
+
+    saved("qwen3_next", tmp_path)
+    monkeypatch.setattr("transformers.integrations.accelerate.save_file", refuse)
+    with pytest.raises(ModelUnusable, match=r"qwen3_next cannot be loaded \(the disk is full\)"):
+        spread("qwen3_next", tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("kind", ["llama", "lfm2"])

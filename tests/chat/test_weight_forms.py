@@ -175,6 +175,22 @@ def test_shapes_that_the_library_cannot_pack_are_said(load: Load, monkeypatch: p
     assert "N must be divisible by block_n" in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("device", "settings", "words"),
+    [
+        ("mps", {"weights": "nf4"}, "--weights nf4 cannot go with --device mps"),
+        ("mps", {"device_map": "auto"}, "--device-map auto cannot go with --device mps"),
+        ("cpu", {"weights": "int8", "device_map": "auto"}, "cannot go with --device-map auto on the CPU"),
+    ],
+)
+def test_what_does_not_go_with_the_device_that_auto_found_is_said(
+    device: str, settings: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat.model, "choose_device", lambda _: torch.device(device))
+    with pytest.raises(ModelUnusable, match=words):
+        load_model(ModelSettings("no/model", **settings), Path("nowhere"))
+
+
 def test_a_library_that_does_not_load_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_forms, "PACKAGE", "no_such_package")
     with pytest.raises(ModelUnusable, match=r"--weights nf4 cannot be had .* leave --weights out\.$"):
