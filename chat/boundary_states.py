@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from cache_store.file_header import STATE_PREFIX, TensorInfo
-from cache_store.segment_file import SegmentFile
 from chat.divergence import num_common
 from chat.kv_cache import KVCache
 from chat.settings import CacheSettings
@@ -152,8 +151,8 @@ def rebuilt(boundary: Boundary, source: KVCache | None, cache: KVCache) -> KVCac
     return cache
 
 
-class _InMemory(SegmentFile):
-    """Tensors that are taken as if they were read from a segment's file."""
+class _InMemory:
+    """Tensors as a source of rows (see `RowSource`)."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = tensors
@@ -164,6 +163,9 @@ class _InMemory(SegmentFile):
     def read_into(self, info: TensorInfo, destination: Tensor) -> None:
         """Copy one tensor whole."""
         destination.copy_(self._tensors[info.name])
+
+    def skip(self, info: TensorInfo) -> None:
+        """Nothing stands in the way of the next one."""
 
     def verify(self) -> None:
         """There is nothing that could have been damaged."""

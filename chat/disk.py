@@ -9,8 +9,11 @@ look-up repeated; its tokens are read from text.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 from cache_store.errors import DiskRefused, SegmentDamaged, SegmentGone, StoreError
@@ -20,6 +23,7 @@ from chat.errors import CacheMismatch
 from chat.kv_cache import KVCache
 from chat.layers.kinds import CACHE_FIELD
 from chat.live_caches import LiveCache
+from chat.row_reader import States
 from chat.saver import NewRows, Saver
 
 log = logging.getLogger(__name__)
@@ -29,6 +33,9 @@ Obstacle = Literal["damaged", "unreadable", "no state"]
 NOTHING = Chain((), False)
 CACHE_KIND = "cache kind"
 """What the fingerprint's part about the cache is called before people."""
+
+NUM_READERS = min(4, os.cpu_count() or 1)
+"""Files that are read at once: what costs is less the disk than memory that the system hands out anew."""
 
 PATIENCE_S = 5.0
 """How long a look-up waits for rows of the same conversation that are on their way to the disk."""
@@ -189,22 +196,44 @@ class DiskCaches:
         return without_kind(fields) == without_kind(self._fields)
 
     def _load_links(self, cache: KVCache, links: Sequence[Link], token_ids: Sequence[int]) -> Obstacle | None:
-        """Load link by link; None when all of it is there, else what stood in the way."""
-        for number, link in enumerate(links):
-            obstacle = self._load_link(cache, link, token_ids, is_last=number == len(links) - 1)
-            if obstacle is not None:
-                return obstacle
-        return None
+        """Read links, several at a time, and adopt those before the first that is no good; None when all of
+        it is there, else what stood in the way."""
+        if not links:
+            return None
+        if links[0].segment.start < len(cache):
+            cache.crop_to(links[0].segment.start)  # the file is read from its beginning
+        obstacle = self._obstacle(links[0], lambda: self._make_room(cache, links))
+        if obstacle is not None:
+            return obstacle
+        with ThreadPoolExecutor(NUM_READERS, "reader") as readers:
+            reads = [readers.submit(self._read, cache, link, with_state=link is links[-1]) for link in links]
+            good: list[tuple[Link, States | None]] = []
+            for link, read in zip(links, reads, strict=True):
+                obstacle = self._obstacle(link, read.result)
+                if obstacle is not None:
+                    break
+                good.append((link, read.result()))
+            readers.shutdown(cancel_futures=True)
+        if good:
+            last, states = good[-1]
+            adopt = partial(cache.adopt_rows, token_ids[len(cache) : last.end], states)
+            obstacle = self._obstacle(last, adopt) or obstacle
+        return obstacle
 
-    def _load_link(
-        self, cache: KVCache, link: Link, token_ids: Sequence[int], *, is_last: bool
-    ) -> Obstacle | None:
-        start = link.segment.start
-        if start < len(cache):
-            cache.crop_to(start)  # the file is read from its beginning
+    def _make_room(self, cache: KVCache, links: Sequence[Link]) -> None:
+        with self._segments.open(links[0].segment) as file:
+            cache.expect_rows(file.tensors, links[-1].end)
+
+    def _read(self, cache: KVCache, link: Link, *, with_state: bool) -> States | None:
+        """One file; the state at its end is only wanted of the last one."""
+        with self._segments.open(link.segment) as file:
+            states = cache.read_rows(file, link.segment.start, link.end, with_state=with_state)
+        return states if with_state else None
+
+    def _obstacle(self, link: Link, step: Callable[[], object]) -> Obstacle | None:
+        """Do a step of loading a link; what stood in its way, if anything did."""
         try:
-            with self._segments.open(link.segment) as file:
-                cache.take_rows(file, token_ids[start : link.end], with_state=is_last)
+            step()
         except SegmentDamaged as damage:
             self._segments.set_aside(link.segment, damage.why)
             return "damaged"

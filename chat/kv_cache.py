@@ -26,9 +26,7 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from cache_store.errors import SegmentDamaged
 from cache_store.file_header import TensorInfo
-from cache_store.segment_file import SegmentFile
 from chat.errors import CacheMismatch
 from chat.layer_state import has_state, put_back, state_of
 from chat.layers.contract import RowLayer, layer_nbytes
@@ -39,6 +37,7 @@ from chat.layers.sizes import CacheCost, cache_cost
 from chat.layers.workspace import Workspace
 from chat.model_facts import shares_rows, text_config
 from chat.placement import placement_of
+from chat.row_reader import RowReader, RowSource, States
 from chat.settings import CacheSettings
 
 _workspaces: WeakKeyDictionary[PreTrainedModel, Workspace] = WeakKeyDictionary()
@@ -59,6 +58,7 @@ class KVCache:
         self._cache = DynamicCache(config=model.config)
         self._cache.layers[:] = [layer_for(layer, settings, codec, workspace) for layer in self._cache.layers]
         self._rows = [layer for layer in self._cache.layers if isinstance(layer, RowLayer)]
+        self._reader = RowReader(self._cache.layers, self._placement)
 
     def __len__(self) -> int:
         return len(self._token_ids)
@@ -259,63 +259,39 @@ class KVCache:
                 tensors[f"state.{index}.{name}"] = tensor.cpu()
         return tensors
 
-    @torch.inference_mode()
-    def take_rows(self, file: SegmentFile, token_ids: Sequence[int], *, with_state: bool) -> None:
+    def take_rows(self, source: RowSource, token_ids: Sequence[int], *, with_state: bool) -> None:
         """Append the first rows of a segment, computed for `token_ids`, straight into the layers' buffers.
 
         `with_state`: also put back the state at its end, for which `token_ids` must be all its tokens and
-        this cache's layers with states fresh. Nothing counts until the file was verified: on
+        this cache's layers with states fresh. Nothing counts until the source was verified: on
         SegmentDamaged or CacheMismatch the rows held before are what this cache holds.
         """
+        end = len(self) + len(token_ids)
+        self.expect_rows(source.tensors, end)
+        states = self.read_rows(source, len(self), end, with_state=with_state)
+        self.adopt_rows(token_ids, states if with_state else None)
+
+    @torch.inference_mode()
+    def expect_rows(self, tensors: Sequence[TensorInfo], num_tokens: int) -> None:
+        """The first step of `take_rows`, for any number of sources: room for `num_tokens` in all, in layers
+        that have rows like these. Raises SegmentDamaged when they are of another kind."""
+        self._reader.make_room(tensors, num_tokens)
+
+    def read_rows(self, source: RowSource, start: int, end: int, *, with_state: bool) -> States:
+        """The second step: read and verify one source, for the tokens `[start, end)`. The one method that
+        several threads may call at once, each for other tokens. Raises SegmentDamaged."""
+        return self._reader.read(source, start, end, with_state=with_state)
+
+    @torch.inference_mode()
+    def adopt_rows(self, token_ids: Sequence[int], states: States | None) -> None:
+        """The last step: from now on the rows that were read behind what is held count, as those of these
+        tokens. `states` are those at their end (None: they are still to come). Raises CacheMismatch."""
         num_tokens = len(self) + len(token_ids)
-        self._prepare(file.tensors, num_tokens)
-        states: dict[int, dict[str, Tensor]] = {}
-        for info in file.tensors:
-            family, number, name = info.name.split(".", 2)
-            if family == "state":
-                target = states.setdefault(int(number), {})[name] = torch.empty(info.shape, dtype=info.dtype)
-                file.read_into(info, target)
-            else:
-                self._read_rows(file, info, int(number), name, num_tokens)
-        file.verify()
-        for index, layer in enumerate(self._cache.layers):
-            if has_state(layer) and with_state:
-                device = self._placement.of_layer(index)
-                state = {name: tensor.to(device) for name, tensor in states.get(index, {}).items()}
-                put_back(layer, state, num_tokens)
-        for layer in self._rows:
-            if layer.is_initialized:
-                layer.adopt(num_tokens)
+        self._reader.adopt(num_tokens, states)
         self._token_ids.extend(token_ids)
-        if with_state or self.has_rows():  # else layers with states are still to come
+        if states is not None or self.has_rows():  # else layers with states are still to come
             self._note_idle_layers()
             self.check()
-
-    def _prepare(self, infos: Sequence[TensorInfo], num_tokens: int) -> None:
-        like: dict[int, dict[str, Tensor]] = {}
-        for info in infos:
-            family, number, name = info.name.split(".", 2)
-            if family == "layers":
-                device = self._placement.of_layer(int(number))
-                empty = torch.empty(info.with_rows(0).shape, dtype=info.dtype, device=device)
-                like.setdefault(int(number), {})[name] = empty
-        for index, layer in enumerate(self._cache.layers):
-            if isinstance(layer, RowLayer) and index in like:
-                if like[index].keys() != layer.part_names:
-                    raise SegmentDamaged(f"its rows of layer {index} are of another kind")
-                layer.prepare(like[index], num_tokens)
-
-    def _read_rows(self, file: SegmentFile, info: TensorInfo, index: int, name: str, num_tokens: int) -> None:
-        layer = self._cache.layers[index] if index < len(self._cache.layers) else None
-        if not isinstance(layer, RowLayer):
-            raise SegmentDamaged(f"{info.name} has no layer to go to")
-        place = layer.room(len(self), num_tokens)[name]
-        if place.device.type == "cpu":
-            file.read_into(info, place)
-        else:
-            staged = torch.empty(place.shape, dtype=place.dtype, pin_memory=place.device.type == "cuda")
-            file.read_into(info, staged)
-            place.copy_(staged, non_blocking=True)
 
     def has_rows(self) -> bool:
         """Whether every layer keeps one row per token, or nothing, so that a prefix can be copied out."""
