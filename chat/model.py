@@ -106,6 +106,7 @@ def _load(checkpoint: Checkpoint, plan: _Plan, identity: str = "") -> LoadedMode
     config = _load_config(checkpoint)
     tokenizer = _load_tokenizer(checkpoint)
     check_template(checkpoint.name, tokenizer)
+    _check_room(checkpoint, config, plan)
     identity = identity or fetch_weights(checkpoint)
     model = _load_weights(checkpoint, config, plan)
     return describe(checkpoint.name, model, tokenizer, identity)
@@ -227,7 +228,7 @@ def _load_weights(checkpoint: Checkpoint, config: PreTrainedConfig, plan: _Plan)
     if quantized:
         form.update(_quantization(checkpoint, config, plan))
     with _failures_as_sentences(checkpoint.name, _guess(checkpoint)):
-        places = _places(checkpoint, config, plan)
+        places = _places(config, plan)
         model, report = cast("Any", AutoModelForCausalLM).from_pretrained(
             checkpoint.folder,
             dtype=plan.dtype,
@@ -264,13 +265,19 @@ def _is_quantized(config: PreTrainedConfig) -> bool:
     return getattr(config, "quantization_config", None) is not None
 
 
-def _places(checkpoint: Checkpoint, config: PreTrainedConfig, plan: _Plan) -> dict[str, Any]:
-    """Where the weights go, checked against what is free before anything is allocated."""
+def _check_room(checkpoint: Checkpoint, config: PreTrainedConfig, plan: _Plan) -> None:
+    """Before weights are fetched, let alone read. What a checkpoint that is quantized already takes is for
+    its own library to say."""
+    if plan.settings.device_map == "auto" or _is_quantized(config):
+        return
+    with _failures_as_sentences(checkpoint.name, _guess(checkpoint)):
+        check_room(checkpoint.name, config, plan.dtype, plan.settings.weights, plan.device)
+
+
+def _places(config: PreTrainedConfig, plan: _Plan) -> dict[str, Any]:
     forget_spilled(plan.models_dir)
     if plan.settings.device_map == "auto":
         return spread_from(plan.device, config, plan.dtype, plan.models_dir)
-    if not _is_quantized(config):
-        check_room(checkpoint.name, config, plan.dtype, plan.settings.weights, plan.device)
     return {"device_map": {"": plan.device}}
 
 

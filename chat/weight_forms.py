@@ -2,8 +2,8 @@
 
 Quantized are the linear layers of the blocks; embeddings and the output layer, which are often one and the
 same tensor, stay in the model's dtype, and so do all activations and caches. bitsandbytes runs on CUDA
-devices and on CPUs. On a CPU, nf4 is smaller and writes faster than full precision, int8 is only smaller
-(`python -m tests.bench weights`).
+devices and on CPUs. On a CPU int8 is smaller but not faster; nf4 is faster too, where the processor has
+AVX-512 with bfloat16 (`python -m tests.bench weights`).
 """
 
 from __future__ import annotations

@@ -206,6 +206,7 @@ def test_a_damaged_folder_is_noticed_and_made_again(models: Path) -> None:
         (manifest, b"{}"),
         (manifest, b"[]"),
         (manifest, b"\x00"),
+        (manifest, whole[manifest].replace(model_package.GGUF_SHA256.encode(), b"0" * 64)),
         (weights, whole[weights][:-1]),
     ):
         path.write_bytes(content)

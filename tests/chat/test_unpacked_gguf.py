@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import chat.model
-from chat import unpacked_gguf
+from chat import placement, unpacked_gguf
 from chat.errors import ModelUnusable
 from chat.model import LoadedModel, load_model
 from chat.settings import ModelSettings
@@ -101,6 +101,13 @@ def test_what_a_killed_start_left_goes_at_the_next(file: Path) -> None:
     (leftover / "model.safetensors").write_bytes(b"half")
     load(file)
     assert len(kept(file)) == 1
+
+
+def test_an_unpacked_file_may_be_left_on_the_disk(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placement, "free_memory", lambda *_: {"cpu": 0})
+    loaded = load(file, device_map="auto")
+    assert {parameter.device.type for parameter in loaded.model.parameters()} == {"meta"}
+    torch.testing.assert_close(logits(loaded), logits(tiny_llama()), rtol=0, atol=0)
 
 
 class Usage(NamedTuple):
