@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,15 @@ def _load(tmp_path_factory: pytest.TempPathFactory) -> Load:
         return load_model(settings, folder.parent)
 
     return load
+
+
+@pytest.fixture
+def one_thread() -> Generator[None]:
+    """Several threads wait for each other at every step of this work, for long on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def stats(view: Any) -> TurnStats:
@@ -213,6 +222,8 @@ def test_importing_the_library_fetches_no_code_from_the_hub(
     assert "kernels" not in sys.modules
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_thread")
 def test_the_default_model_still_knows_its_capital_with_nf4_weights(
     default_model_folder: Path, tmp_path: Path
 ) -> None:
