@@ -51,11 +51,10 @@ class Branches(Questions):
         return self.view(owner, message.conversation_id)
 
     def select(self, owner: str, message_id: str, step: int) -> ChatView:
-        """Show the sibling `step` places further (wrapping round) and the path below it. Raises NothingToDo
-        while a reply is being written: looking at another branch must not stop it."""
+        """Show the sibling `step` places further (wrapping round) and the path below it. A reply on its way
+        is written on in its own place, shown or not. Raises NothingToDo when the message is not shown."""
         with self._verb:
             message = self._store.message(owner, message_id)
-            self._refuse_busy(message.conversation_id)
             siblings = self._store.siblings(owner, message.conversation_id).get(message_id)
             if siblings is None:
                 raise NothingToDo("This message is not shown any more; the page now shows the chat as it is.")

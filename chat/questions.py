@@ -38,7 +38,8 @@ NEW_CHAT = "New chat"
 _BUSY = "A reply is still being written in this chat; your text is kept, stop the reply or wait for its end."
 _STOPPING = "The reply is taking long to stop; nothing was changed, try again in a moment."
 _UNANSWERED = (
-    "The last message here has no reply; your text is kept: have that message answered first, or edit it."
+    "The last message here has no reply; your text is kept: choose “Write a reply” under that message first,"
+    " or edit it."
 )
 _TITLE_LENGTH = 60
 _INVISIBLE = frozenset({"Cc", "Cf", "Zs", "Zl", "Zp"})

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 from chat.chats import ChatView
-from ui.live import IDLE, live
+from ui.live import IDLE, elsewhere, live
 from ui.messages import chat_row, chat_rows, window
 from ui.screen import Parts, Picture
 
@@ -30,19 +30,21 @@ async def pictures(
     """What changes on the page until the reply of `view` ends: its last row and its line, nothing else,
     and of the line at least the beat. Ends early once not `wanted`.
 
-    The rows above are drawn once and handed on as they are. A reply on a branch that is not shown is not
-    drawn.
+    The rows above are drawn once and handed on as they are. Of a reply on a branch that is not shown nothing
+    is drawn but that it is being written.
     """
     messages = window(view.messages, limit)
-    if view.job is None or not messages or messages[-1].id != view.job.reply_id:
+    if view.job is None:
         return
+    is_shown = view.leaf_id == view.job.reply_id
     finished, drawn, line, num_looks = chat_rows(messages[:-1]), "", IDLE, 0
     while wanted() and not (look := view.job.view).ended:
         picture: Picture = {}
-        if look.text != drawn:
+        if is_shown and look.text != drawn:
             drawn = look.text
             picture[parts.chat] = [*finished, chat_row("assistant", drawn)]
-        if (line_now := live(look, beat=num_looks // LOOKS_PER_BEAT)) != line:
+        beat = num_looks // LOOKS_PER_BEAT
+        if (line_now := live(look, beat) if is_shown else elsewhere(beat)) != line:
             line = line_now
             picture[parts.live] = line
         if picture:

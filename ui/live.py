@@ -19,6 +19,9 @@ class Live(TypedDict):
 
 IDLE: Live = {"line": "", "fraction": None, "beat": 0}
 
+ELSEWHERE = "A reply is being written in another version of this chat…"
+"""Under the last message of what is shown instead."""
+
 
 def live(view: JobView, beat: int = 0) -> Live:
     """The state of a reply as one line."""
@@ -34,6 +37,11 @@ def live(view: JobView, beat: int = 0) -> Live:
     else:
         return IDLE
     return {"line": line, "fraction": fraction, "beat": beat}
+
+
+def elsewhere(beat: int = 0) -> Live:
+    """A reply on its way that is not shown."""
+    return {"line": ELSEWHERE, "fraction": None, "beat": beat}
 
 
 def _queued(position: int) -> str:

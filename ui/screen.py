@@ -14,7 +14,7 @@ from gradio.components import Component
 from cache_store.records import Message
 from chat.chats import ChatView, ModelStatus
 from chat.job import JobView
-from ui.live import IDLE, live
+from ui.live import IDLE, Live, elsewhere, live
 from ui.messages import ChatRow, chat_row, chat_rows, row_marks, window
 from ui.shown import Shown
 
@@ -89,7 +89,7 @@ def chat_picture(parts: Parts, view: ChatView, limit: int, *, can_redo: bool) ->
     return {
         parts.chat: _rows(messages, job if here else None),
         parts.marks: {"rows": row_marks(view, messages), "num_earlier": len(view.messages) - len(messages)},
-        parts.live: live(job) if job and here else IDLE,
+        parts.live: _live(job, is_shown=here) if job and busy else IDLE,
         parts.shown: _shown_value(view, messages, limit, writing=busy, can_redo=can_redo),
     }
 
@@ -118,6 +118,10 @@ def _rows(messages: tuple[Message, ...], job: JobView | None) -> list[ChatRow]:
     if job is None or not job.text:
         return chat_rows(messages)
     return [*chat_rows(messages[:-1]), chat_row("assistant", job.text)]
+
+
+def _live(job: JobView, *, is_shown: bool) -> Live:
+    return live(job) if is_shown else elsewhere()
 
 
 def _shown_value(

@@ -11,6 +11,7 @@ from tests.browser.conftest import FEW_TOKENS
 from tests.browser.profiles import Profiles
 from tests.browser.seeding import COSTLY_TITLE
 from tests.browser.test_first_chat import A_LONG_STORY
+from ui.live import ELSEWHERE
 
 KEEP = "Save and keep what follows"
 END_HERE = "Save as a branch that ends here"
@@ -169,6 +170,12 @@ def test_an_edit_while_a_reply_is_written_stops_it_and_keeps_what_there_was(slow
     slow_tab.editor.press("Control+Enter")
     expect(slow_tab.questions).to_have_text(["Write a very long poem."])
     slow_tab.wait_for_words()
+    slow_tab.chat.get_by_role("button", name="Previous version").first.click()
+    expect(slow_tab.questions).to_have_text([A_LONG_STORY])
+    expect(slow_tab.waiting).to_have_text(ELSEWHERE)
+    slow_tab.chat.get_by_role("button", name="Next version").first.click()
+    expect(slow_tab.questions).to_have_text(["Write a very long poem."])
+    slow_tab.wait_for_status("running")
     slow_tab.stop_button.click()
     slow_tab.wait_for_status("stopped")
     slow_tab.chat.get_by_role("button", name="Previous version").first.click()
@@ -229,10 +236,16 @@ def test_a_branch_is_deleted_only_after_it_was_asked_for_again(tab: ChatPage) ->
     tab.page.keyboard.press("Enter")
     expect(tab.rows).to_have_count(3)
     expect(tab.notes.last).to_have_text("This message has no reply")
-    tab.last_button("Write a reply").click()
-    tab.wait_for_reply()
+    tab.box.fill("And a third one?")
+    tab.box.press("Enter")
+    expect(tab.toast).to_contain_text("Write a reply")
+    tab.press_button("Write a reply")
     expect(tab.rows).to_have_count(4)
+    tab.wait_for_reply()
     expect(tab.versions).to_have_count(0)
+    expect(tab.box).to_have_value("And a third one?")
+    tab.ask("And a third one?")
+    expect(tab.rows).to_have_count(6)
 
     tab.choose(tab.rows.first, "Delete this branch…")
     tab.last_button("Delete").click()

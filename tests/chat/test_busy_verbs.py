@@ -91,6 +91,47 @@ def test_a_verb_stops_the_reply_first_and_keeps_it(
     house.check(writing.chat_id)
 
 
+def test_another_version_can_be_looked_at_while_a_reply_is_written(house: House, passes: Passes) -> None:
+    """C40: the reply goes on to its end in its own place, with the words that it would have had."""
+    before = chat_of(house, 2)
+    chat_id = before.conversation.id
+    edited = house.edit(before.messages[0].id, "Another beginning")
+    hold = passes.hold(4)
+    job = held_reply(house, hold, "Go on", chat_id)
+    looked = house.chats.select(OWNER, edited.messages[0].id, -1)
+    assert (looked.messages, looked.job) == (before.messages, job)
+    with pytest.raises(NothingToDo, match="still being written"):
+        house.start("More", chat_id)
+    hold.release()
+    assert house.finish(job).messages == before.messages
+    view = house.chats.select(OWNER, before.messages[0].id, 1)
+    assert view.messages[:2] == edited.messages
+    assert (view.leaf_id, view.messages[-1].finish_reason) == (job.reply_id, "length")
+    house.check(chat_id)
+    house.chats.select(OWNER, edited.messages[0].id, -1)
+    house.say("And?", chat_id)
+    house.check(chat_id)
+
+
+def test_a_verb_on_the_version_that_is_shown_stops_the_reply_on_another(
+    house: House, passes: Passes, hands: ThreadPoolExecutor
+) -> None:
+    before = chat_of(house, 1)
+    chat_id = before.conversation.id
+    hold = passes.hold(4)
+    job = hands.submit(house.chats.edit, OWNER, before.messages[0].id, "Else", sampling(max_new_tokens=500))
+    hold.wait_until_reached()
+    written = job.result(PATIENCE_S)
+    view = house.chats.select(OWNER, house.chats.view(OWNER, chat_id).messages[0].id, -1)
+    again = hands.submit(house.chats.regenerate, OWNER, view.messages[-1].id, GREEDY)
+    assert written._stop.wait(PATIENCE_S)  # pyright: ignore[reportPrivateUsage]
+    hold.release()
+    view = house.finish(again.result(PATIENCE_S))
+    assert end_view(written).state == "stopped"
+    assert view.messages[0] == before.messages[0]
+    house.check(chat_id)
+
+
 @pytest.mark.parametrize("number", [1, 2])
 def test_an_edit_while_the_old_question_is_still_being_read_stops_that(
     house: House, passes: Passes, hands: ThreadPoolExecutor, number: int

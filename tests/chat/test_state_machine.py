@@ -50,8 +50,8 @@ PICK = st.integers(0, 10**6)
 
 @dataclass(frozen=True)
 class Interruption:
-    """What happens as some pass of a reply begins: nothing, a stop, an error, a look at the chat, or that the
-    next token ends the reply."""
+    """What happens as some pass of a reply begins: nothing, a stop, an error, a look at the chat, or at
+    another version of it until the reply has ended, or that the next token ends the reply."""
 
     verb: str = "none"
     number: int = 1
@@ -59,7 +59,7 @@ class Interruption:
 
 INTERRUPTIONS = st.one_of(
     st.just(Interruption()),
-    st.builds(Interruption, st.sampled_from(["end", "stop", "fail", "look"]), st.integers(1, 9)),
+    st.builds(Interruption, st.sampled_from(["end", "stop", "fail", "look", "look away"]), st.integers(1, 9)),
     st.builds(Interruption, st.just("end"), st.integers(2, 4)),
 )
 
@@ -316,7 +316,7 @@ class People(RuleBasedStateMachine):
         kept = self.house.kept()
         if interruption.verb != "none":
             self.passes.plan(lambda: self.interrupt(interruption.verb, jobs, started), interruption.number)
-        with ExitStack() as self.dictation:
+        with ExitStack() as self.until_ended:
             jobs.append(verb())
             started.set()
             (job,) = jobs
@@ -337,11 +337,22 @@ class People(RuleBasedStateMachine):
         elif verb == "fail":
             raise ValueError("broken by a test")
         elif verb == "end":
-            self.dictation.enter_context(dictated(END))
+            self.until_ended.enter_context(dictated(END))
         else:
             view = self.house.chats.view(job.owner, job.conversation_id)
             assert view.job is job
             assert view.messages[-1].status == "running"
+            if verb == "look away":
+                self.look_away(view)
+
+    def look_away(self, view: ChatView) -> None:
+        """At a version of the newest message that has several, until the reply has ended."""
+        forks = [row for row, each in enumerate(view.messages) if len(view.siblings[each.id].ids) > 1]
+        for row in forks[-1:]:
+            owner, chats = view.conversation.owner, self.house.chats
+            looked = chats.select(owner, view.messages[row].id, 1)
+            assert (looked.job, looked.leaf_id == view.leaf_id) == (view.job, False)
+            self.until_ended.callback(chats.select, owner, looked.messages[row].id, -1)
 
     def learn(self, job: Job, name: str, asked: Asked) -> Message:
         """Put the turn that `job` wrote into the model, and check it."""

@@ -14,7 +14,7 @@ from chat.chats import ChatView
 from chat.job import Job, JobView
 from tests.ui.own_loop import run
 from ui.following import LOOKS_PER_BEAT, pictures
-from ui.live import IDLE, live
+from ui.live import IDLE, elsewhere, live
 from ui.screen import Parts
 from ui.tabs import Tabs
 
@@ -141,9 +141,11 @@ def test_progress_does_not_redraw_the_chat() -> None:
 
 
 def test_a_reply_on_another_branch_is_not_drawn_into_this_one() -> None:
-    """C40."""
+    """C40: but it is watched to its end, which the page waits for."""
     job = job_of(reply_id="elsewhere")
-    assert pictures_of(job, view_of(job, QUESTION, REPLY), []) == []
+    steps = [lambda: job.publish(state="decode", text="Be")] + [lambda: None] * (2 * LOOKS_PER_BEAT)
+    drawn = pictures_of(job, view_of(job, QUESTION, REPLY), steps)
+    assert drawn == [{"live": elsewhere(beat)} for beat in range(3)]
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from tests.ui.own_loop import run
 from ui.drawing import Drawing
 from ui.handlers import Handlers
 from ui.layout import lay_out
+from ui.live import ELSEWHERE
 from ui.screen import Parts
 
 
@@ -116,6 +117,31 @@ def test_a_follower_that_drew_a_reply_on_its_way_draws_its_end_too(house: House,
         pictures = run(overtake(job))
     assert tab.is_writing(pictures[0]) is True
     assert tab.is_writing(pictures[-1]) is False
+
+
+def test_a_tab_that_shows_another_version_is_told_that_a_reply_is_written_and_when_it_has_ended(
+    house: House, tab: Tab
+) -> None:
+    """C40: nothing of the reply is drawn there."""
+    before = house.say("Hi")
+    edited = house.edit(before.messages[0].id, "Else")
+
+    async def follow(job: Job) -> list[dict[Any, Any]]:
+        follower = tab.follow(job, writing=True)
+        first = await anext(follower)
+        hold.release()
+        return [first, *await tab.rest_of(follower)]
+
+    with Passes(house.loaded.model) as passes:
+        hold = passes.hold(4)
+        job = house.start("Go on", before.conversation.id)
+        hold.wait_until_reached()
+        house.chats.select(OWNER, edited.messages[0].id, -1)
+        first, *_, last = run(follow(job))
+    assert json.loads(first[tab.parts.live])["line"] == ELSEWHERE
+    assert tab.parts.chat not in first
+    assert tab.is_writing(last) is False
+    assert json.loads(last[tab.parts.shown])["rows"] == [message.id for message in before.messages]
 
 
 def test_only_this_owners_running_replies_have_a_dot(house: House, tab: Tab) -> None:
