@@ -13,7 +13,7 @@ from typing import Literal
 from cache_store.records import NOTHING_YET, Beginning, Conversation, Message
 from chat.chat_view import ChatView, Cost, Undone
 from chat.errors import NothingToDo
-from chat.questions import NEW_CHAT, Questions, one_line, question, refuse_empty
+from chat.questions import NEW_CHAT, Questions, one_line, question, refuse_empty, shorter
 
 CostlyVerb = Literal["regenerate", "edit", "edit_reply", "continue", "show"]
 """What `cost_of` knows; `show` is `select` or `redo`, by the message that would be shown."""
@@ -116,8 +116,8 @@ class Branches(Questions):
         self, owner: str, verb: CostlyVerb, message_id: str, text: str = "", *, keep_rest: bool = True
     ) -> Cost | None:
         """What a verb on this message would make the model read, at once or with the next message; `text`
-        and `keep_rest` are those of an edit. No tensor is touched. None while no model is loaded. Raises
-        NotFound, PromptFailed."""
+        and `keep_rest` are those of an edit; a regenerated reply begins with `text`. No tensor is touched.
+        None while no model is loaded. Raises NotFound, PromptFailed."""
         session = self._worker.session
         message = self._store.message(owner, message_id)
         if session is None:
@@ -128,6 +128,7 @@ class Branches(Questions):
         match verb:
             case "regenerate":
                 path = above if message.role == "assistant" else [*above, message]
+                beginning = Beginning(text)
             case "edit":
                 path = [*above, question(conversation, text)]
             case "edit_reply":
@@ -135,7 +136,7 @@ class Branches(Questions):
                 below = self._store.path_below(owner, message_id) if keep_rest else []
                 path = [*above, edited, *below]
             case "continue":
-                path, beginning = above, Beginning(message.text, message.token_ids)
+                path, beginning = above, shorter(message)
             case "show":
                 path = [*above, message, *self._store.path_below(owner, message_id)]
         return session.cost_of(conversation, path, beginning)

@@ -53,7 +53,9 @@ class Undone:
 @dataclass(frozen=True, slots=True)
 class Cost:
     """What the model would have to read before its first word: tokens that no cache holds, and about how
-    many seconds that takes; None before anything was read by which to tell."""
+    many seconds that takes; None before anything was read by which to tell. `num_too_many`: by so many tokens
+    the chat would be too long for the model to write even one; where it is not 0, no reply comes."""
 
     num_tokens: int
     seconds: float | None
+    num_too_many: int = 0

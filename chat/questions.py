@@ -162,9 +162,7 @@ class Questions:
                 reply = self._store.message(owner, message_id)
         if reply.finish_reason in _ENDED_BY_ITSELF:
             raise NothingToDo("This reply came to its end by itself, so there is nothing to continue.")
-        # The end-of-turn of an edited reply must go; its text has the same ids without it.
-        ids = () if reply.finish_reason == EDITED else reply.token_ids
-        return self._another_reply(owner, asked, sampling, Beginning(reply.text, ids))
+        return self._another_reply(owner, asked, sampling, shorter(reply))
 
     def _another_reply(
         self, owner: str, asked: Message, sampling: SamplingSettings, beginning: Beginning
@@ -273,6 +271,12 @@ def one_line(text: str) -> str:
 def question(conversation: Conversation, text: str) -> Message:
     """A message as it will be, to see what it costs before it is stored."""
     return Message("", conversation.id, None, "user", text, "done", 0.0)
+
+
+def shorter(reply: Message) -> Beginning:
+    """What a continuation of a reply begins with. The end-of-turn of an edited one must go; its text has the
+    same ids without it."""
+    return Beginning(reply.text, () if reply.finish_reason == EDITED else reply.token_ids)
 
 
 def _refuse_same(message: Message, text: str) -> None:

@@ -167,7 +167,8 @@ class ChatSession:
         begun_ids = self._begun_ids(beginning.text, beginning.token_ids)
         prompt = self._renderer.render(path, conversation.system_prompt).followed_by(begun_ids)
         usable_ids = prompt.token_ids[:-1]
-        return self._cost(len(prompt) - num_remembered(self.kinds.of(conversation), conversation, usable_ids))
+        cost = self._cost(len(prompt) - num_remembered(self.kinds.of(conversation), conversation, usable_ids))
+        return replace(cost, num_too_many=max(0, len(prompt) + 1 - self.loaded.num_context_tokens))
 
     def costs_of_kinds(
         self, conversation: Conversation, path: Sequence[Message], kinds: Sequence[CacheKind]

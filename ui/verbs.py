@@ -167,13 +167,13 @@ class Verbs:
 
     def _price(self, act: Act, verb: CostlyVerb) -> Picture | None:
         """The question whether to go on, if there is anything to ask. What the model cannot read at all is
-        left to the verb to refuse."""
+        left to the verb to refuse; an edited reply is not refused, so that is said."""
         if act.sure:
             return None
         cost = self._chats.cost_of(act.owner, verb, act.message_id, act.text, keep_rest=act.keep_rest)
         if cost is None or not is_worth_asking(cost):
             return None
-        if cost.num_tokens >= self._chats.model_status().num_context_tokens:
+        if cost.num_too_many and verb != "edit_reply":
             return None
         return {self._parts.verbs: {"number": act.number, "ask": price_line(cost, verb)}}
 
@@ -190,12 +190,15 @@ class Verbs:
 def is_worth_asking(cost: Cost) -> bool:
     """Whether somebody should know before it is read."""
     takes_long = cost.seconds is None or cost.seconds >= WORTH_ASKING_S
-    return cost.num_tokens >= WORTH_ASKING_TOKENS and takes_long
+    return cost.num_too_many > 0 or (cost.num_tokens >= WORTH_ASKING_TOKENS and takes_long)
 
 
 def price_line(cost: Cost, verb: CostlyVerb) -> str:
     """`This reads 2,310 tokens again, about 8 s.`, without a time that nobody knows yet. A question that was
-    edited may itself be what is long, and that is not read again."""
+    edited may itself be what is long, and that is not read again. Where no reply can follow, that is told."""
+    if cost.num_too_many:
+        tokens = "1 token" if cost.num_too_many == 1 else f"{cost.num_too_many:,} tokens"
+        return f"After this the chat is too long for another reply, by {tokens}."
     again = "" if verb == "edit" else " again"
     takes = "" if cost.seconds is None else f", about {_about(cost.seconds)}"
     return f"This reads {cost.num_tokens:,} tokens{again}{takes}."

@@ -11,10 +11,10 @@ import pytest
 
 from cache_store.errors import NotFound
 from chat.chats import ChatView
-from chat.errors import EmptyMessage, NothingToDo
+from chat.errors import ContextFull, EmptyMessage, NothingToDo
 from chat.stats import TurnStats
 from tests.chat.passes import dictated, llama
-from tests.chat.replies import END, LONG, chat_of, encode, sampling, texts
+from tests.chat.replies import END, LONG, chat_of, encode, question, sampling, texts
 from tests.chat.tokenizers import THINKING, with_template
 from tests.house import GREEDY, OWNER, House
 
@@ -367,6 +367,33 @@ def test_nothing_is_told_while_there_is_no_model(house: House) -> None:
     view = chat_of(house, 1)
     house.worker._session = None  # pyright: ignore[reportPrivateUsage]
     assert house.chats.cost_of(OWNER, "regenerate", view.messages[1].id) is None
+
+
+def test_what_would_be_too_long_is_told_with_the_cost(tmp_path: Path) -> None:
+    """C50: exactly where the verb is refused, or no reply can follow."""
+    limit = 128
+    with House(tmp_path, llama(num_context_tokens=limit)) as house:
+        view = house.say("Hi")
+        asked, reply = view.messages
+        length = len(house.renderer.render([question("")]))
+        for num_letters, num_too_many in ((limit - length - 1, 0), (limit - length, 1), (limit, length + 1)):
+            text = "x" * num_letters
+            cost = house.chats.cost_of(OWNER, "edit", asked.id, text)
+            assert cost is not None
+            assert cost.num_too_many == num_too_many
+            if num_too_many:
+                with pytest.raises(ContextFull):
+                    house.chats.edit(OWNER, asked.id, text, GREEDY)
+        room = limit - 1 - len(house.prompt(view, upto=1))
+        for text, num_too_many in (("x" * room, 0), ("x" * (room + 2), 2)):
+            cost = house.chats.cost_of(OWNER, "regenerate", reply.id, text)
+            assert cost is not None
+            assert cost.num_too_many == num_too_many
+        full = house.say("More", view.conversation.id, sampling(max_new_tokens=limit)).messages[-1]
+        for verb, is_too_much in (("continue", True), ("regenerate", False)):
+            cost = house.chats.cost_of(OWNER, cast("Any", verb), full.id)
+            assert cost is not None
+            assert (cost.num_too_many > 0) == is_too_much
 
 
 def test_what_is_on_disk_costs_nothing(tmp_path: Path) -> None:

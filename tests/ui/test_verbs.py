@@ -95,11 +95,15 @@ def test_the_price_is_a_sentence_with_a_guess() -> None:
     assert price_line(Cost(90000, 300.0), "edit_reply") == "This reads 90,000 tokens again, about 5 min."
     assert price_line(Cost(600, None), "regenerate") == "This reads 600 tokens again."
     assert price_line(Cost(600, 2.0), "edit") == "This reads 600 tokens, about 2 s."
+    too_long = "After this the chat is too long for another reply, by 1,024 tokens."
+    assert price_line(Cost(9_000, 2.0, num_too_many=1024), "edit_reply") == too_long
+    assert price_line(Cost(9, 2.0, num_too_many=1), "edit_reply").endswith("by 1 token.")
 
 
 def test_few_tokens_and_short_times_are_not_worth_a_question() -> None:
     assert is_worth_asking(Cost(WORTH_ASKING_TOKENS, None))
     assert is_worth_asking(Cost(WORTH_ASKING_TOKENS, WORTH_ASKING_S))
+    assert is_worth_asking(Cost(1, 0.0, num_too_many=1))
     assert not is_worth_asking(Cost(WORTH_ASKING_TOKENS - 1, 100.0))
     assert not is_worth_asking(Cost(WORTH_ASKING_TOKENS, WORTH_ASKING_S / 2))
 
@@ -135,6 +139,21 @@ def test_what_the_model_cannot_read_is_refused_and_not_asked(house: House, tab: 
     with pytest.warns(UserWarning, match=r"2,048"):
         tab.act("edit", said, 0, text="far too long " * 500)
     assert house.chats.view(OWNER, said.conversation.id).messages == said.messages
+
+
+def test_too_long_a_chat_is_refused_and_not_asked_also_where_most_of_it_is_remembered(
+    house: House, tab: Tab
+) -> None:
+    """Nobody agrees to a price and is refused then. An edited reply may make it so long, and that is said."""
+    said = house.say("far too long " * 60)
+    said = house.say("Hi", said.conversation.id)
+    with pytest.warns(UserWarning, match=r"2,048"):
+        tab.act("edit", said, 2, text="far too long " * 120)
+    assert house.chats.view(OWNER, said.conversation.id).messages == said.messages
+    picture = tab.act("edit_reply", said, 3, text="far too long " * 120)
+    assert str(tab.answer(picture)["ask"]).startswith("After this the chat is too long")
+    picture = tab.act("edit_reply", said, 3, text="far too long " * 120, sure=True)
+    assert tab.answer(picture) == {"number": 7, "done": True}
 
 
 # Whose, and which
