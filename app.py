@@ -112,6 +112,9 @@ def prepare_environment(environment: MutableMapping[str, str], temporary: Path, 
     environment["GRADIO_TEMP_DIR"] = str(temporary)
     environment["HF_HUB_DISABLE_TELEMETRY"] = "1"
     environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads starve on a busy machine
+    # Pinned memory is else rounded up to powers of two and kept when it is freed, beside every budget.
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & environment.keys():
+        environment["PYTORCH_ALLOC_CONF"] = "pinned_max_cached_size_mb:1"
     if offline:
         environment["HF_HUB_OFFLINE"] = "1"
         environment["TRANSFORMERS_OFFLINE"] = "1"
@@ -189,7 +192,7 @@ def build_chats(options: Options, folder: DataFolder, opened: ExitStack) -> Chat
 
     def load() -> ChatSession:
         loaded = load_model(options.model, folder.models)
-        settings = CacheSettings(kind=options.cache_kind)
+        settings = CacheSettings(kind=options.cache_kind, static_tokens=options.static_tokens)
         fingerprint = cache_fingerprint(loaded.fingerprint, settings)
         disk = DiskCaches(segments, saver, fingerprint) if segments and saver else None
         return ChatSession(loaded, store, live, settings, disk)

@@ -21,6 +21,7 @@ from torch import Tensor
 from cache_store.file_header import STATE_PREFIX, TensorInfo
 from chat.divergence import num_common
 from chat.kv_cache import KVCache
+from chat.layers.kinds import have_same_rows
 from chat.settings import CacheSettings
 
 NUM_KEPT = 8
@@ -35,7 +36,7 @@ class Boundary:
     """The states after `token_ids`. Of each tensor there are pieces, which make it up when put together along
     the last dimension but one, as far as its shape asks for; most have one piece. `needs_rows`: other layers
     of the cache have rows, without which the states are of no use. `settings`: the kind of cache; neither
-    rows nor states of another kind belong to them."""
+    rows nor states of a kind that has others belong to them."""
 
     owner: str
     settings: CacheSettings
@@ -73,7 +74,7 @@ class BoundaryStates:
     def note(self, conversation_id: str, owner: str, cache: KVCache) -> None:
         """Keep the states that a cache with states has now, as the newest ones of this conversation."""
         key = (conversation_id, cache.token_ids)
-        if key in self._kept and self._kept[key].settings == cache.settings:
+        if key in self._kept and have_same_rows(self._kept[key].settings, cache.settings):
             self._kept.move_to_end(key)
             return
         self._kept[key] = self._boundary(conversation_id, owner, cache)
@@ -90,7 +91,7 @@ class BoundaryStates:
             boundary
             for boundary in self._kept.values()
             if boundary.owner == owner
-            and boundary.settings == settings
+            and have_same_rows(boundary.settings, settings)
             and len(boundary) <= (num_rows if boundary.needs_rows else len(token_ids))
             and tuple(token_ids[: len(boundary)]) == boundary.token_ids
         )
@@ -134,7 +135,9 @@ class BoundaryStates:
         above = (
             boundary
             for (name, ids), boundary in self._kept.items()
-            if name == conversation_id and boundary.settings == settings and token_ids[: len(ids)] == ids
+            if name == conversation_id
+            and have_same_rows(boundary.settings, settings)
+            and token_ids[: len(ids)] == ids
         )
         return max(above, key=len, default=None)
 

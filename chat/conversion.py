@@ -1,6 +1,7 @@
 """A conversation's live cache becomes one of another kind, without its tokens being read again.
 
-Only dense rows can become others; what they become is what packing them one by one gives. Where the disk has
+Only dense rows can become others; what they become is what packing them one by one gives, or themselves in
+another place. Where the disk has
 rows of the wanted kind for the beginning, those come first, because they are what a restart would bring back;
 only what is behind them is converted. The old cache is used up on the way, so that a conversion needs little
 more memory than the larger of the two.
@@ -16,6 +17,7 @@ from cache_store.records import Conversation
 from chat.disk import DiskCaches
 from chat.errors import MemoryLimit
 from chat.kv_cache import KVCache
+from chat.layers.kinds import have_same_rows
 from chat.live_caches import LiveCache, LiveCaches
 
 log = logging.getLogger(__name__)
@@ -33,16 +35,20 @@ def converted(
     cache = new_cache()
     if not lent.cache.can_convert_to(cache.settings):
         return None
-    num_saved = 0
-    if disk is not None and cache.has_rows():
-        cache, num_saved = _with_saved_rows(live, disk, cache, lent, conversation, new_cache)
+    num_saved, num_loaded = 0, 0
+    if have_same_rows(cache.settings, lent.cache.settings):
+        num_saved = lent.num_saved  # what the disk has of it is what it holds itself
+    elif disk is not None and cache.has_rows():
+        cache, num_loaded = _with_saved_rows(live, disk, cache, lent, conversation, new_cache)
+        num_saved = num_loaded
     try:
         live.make_room(lent.cache.nbytes_to_turn(cache))
     except MemoryLimit as limit:
         log.info("a cache is not converted: %s", limit)
         return None
     cache = lent.cache.turned_into(cache)
-    return replace(lent, cache=cache, num_saved=num_saved, num_from_disk=max(num_saved, lent.num_from_disk))
+    num_from_disk = max(num_loaded, lent.num_from_disk)
+    return replace(lent, cache=cache, num_saved=num_saved, num_from_disk=num_from_disk)
 
 
 def _with_saved_rows(

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import torch
+
 from cache_store.conversations import Conversations
 from cache_store.kind_qualities import KindQualities
 from cache_store.records import Conversation, KindQuality
@@ -17,7 +19,7 @@ from chat.chat_view import Cost
 from chat.errors import KindUnavailable
 from chat.kind_names import name_of
 from chat.kind_places import KINDS
-from chat.layers.kinds import Availability, cache_fingerprint
+from chat.layers.kinds import Availability, cache_fingerprint, is_exact
 from chat.live_caches import LiveCaches
 from chat.memory_forecast import KindForecast, Room, forecast, free_bytes, with_recommended
 from chat.model_facts import text_config
@@ -42,6 +44,11 @@ class KindView:
     quality: KindQuality | None
     is_being_measured: bool
     cost: Cost | None
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether there is nothing to measure, because answers are those of the dense cache."""
+        return is_exact(self.kind)
 
     @property
     def verdict(self) -> Verdict | None:
@@ -135,7 +142,7 @@ class KindChoices(Branches):
         if session is None:
             return
         for kind in KINDS:
-            is_lossy = kind != "dynamic" and session.kinds.availability(kind).is_available
+            is_lossy = not is_exact(kind) and session.kinds.availability(kind).is_available
             if is_lossy and self._qualities.get(_fields(session, kind)) is None:
                 self._worker.when_idle(IdleWork(_MEASURING + kind, self._measuring(kind)))
 
@@ -162,7 +169,7 @@ class KindChoices(Branches):
         self, session: ChatSession, qualities: Mapping[CacheKind, KindQuality | None]
     ) -> dict[CacheKind, KindForecast]:
         loaded = session.loaded
-        room = Room(free_bytes(loaded.device) + self._live.nbytes, self._live.max_bytes)
+        room = self._room(loaded.device)
         config = text_config(loaded.model)
         settings = map(session.kinds.settings_of, KINDS)
         known = [forecast(config, each, loaded.dtype, room, loaded.num_context_tokens) for each in settings]
@@ -172,6 +179,14 @@ class KindChoices(Branches):
         ]
         advised = {each.kind: each for each in with_recommended(usable, flagged)}
         return {each.kind: advised.get(each.kind, each) for each in known}
+
+    def _room(self, device: torch.device) -> Room:
+        live, max_bytes = self._live.nbytes, self._live.max_bytes
+        if device.type != "cuda":
+            return Room(free_bytes(device) + live, max_bytes)
+        in_host = self._live.host_bytes
+        free_host = free_bytes(torch.device("cpu")) + in_host
+        return Room(free_bytes(device) + live - in_host, max_bytes, free_host)
 
     def _measuring(self, kind: CacheKind) -> Callable[[ChatSession, Callable[[], bool]], bool]:
         def do(session: ChatSession, goes_on: Callable[[], bool]) -> bool:

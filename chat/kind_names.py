@@ -16,6 +16,9 @@ KIND_NAMES: Mapping[str, str] = {
     "hqq2": "2 bit by hqq",
     "quanto4": "4 bit by quanto",
     "quanto2": "2 bit by quanto",
+    "offloaded": "full precision in the computer's memory",
+    "static": "full precision of a fixed size",
+    "offloaded_static": "full precision of a fixed size in the computer's memory",
 }
 
 

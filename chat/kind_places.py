@@ -15,7 +15,7 @@ from cache_store.records import Conversation
 from chat.disk import DiskCaches
 from chat.divergence import Decode
 from chat.errors import KindUnavailable
-from chat.kind_ladder import next_smaller
+from chat.kind_ladder import OFFLOADED, next_smaller
 from chat.kv_cache import KVCache
 from chat.layers.kinds import Availability, availability, codec_for, parameters
 from chat.layers.sizes import CacheCost, cache_cost
@@ -97,9 +97,11 @@ class KindPlaces:
                 self._known[kind] = self._tried(kind)
             return self._known[kind]
 
-    def smaller_than(self, kind: CacheKind) -> CacheKind | None:
-        """One step down the ladder; None at its foot."""
-        return next_smaller(kind, {each: self.cost_of(each).per_token for each in KINDS})
+    def smaller_than(self, kind: CacheKind, *, for_budget: bool) -> CacheKind | None:
+        """One step down the ladder; None at its foot. `for_budget`: it was a budget that was used up."""
+        may_offload = not for_budget and self.availability(OFFLOADED).is_available
+        costs: dict[CacheKind, int] = {each: self.cost_of(each).per_token for each in KINDS}
+        return next_smaller(kind, costs, may_offload=may_offload)
 
     def cost_of(self, kind: CacheKind) -> CacheCost:
         """What a cache of this kind takes, also one that cannot be had here."""

@@ -11,6 +11,7 @@ nothing. Only absolute lengths leave this module.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from weakref import WeakKeyDictionary
 
@@ -30,18 +31,28 @@ from cache_store.file_header import TensorInfo
 from chat.errors import CacheMismatch
 from chat.layer_state import has_state, put_back, state_of
 from chat.layers.contract import RowLayer, layer_nbytes
-from chat.layers.factory import layer_for
+from chat.layers.factory import LayerParts, layer_for
 from chat.layers.growing import GrowingLayer
-from chat.layers.kinds import codec_for, parameters
-from chat.layers.sizes import CacheCost, cache_cost
+from chat.layers.kinds import codec_for, have_same_rows
+from chat.layers.offloaded import in_turn
+from chat.layers.prefetch import Prefetcher
+from chat.layers.sizes import CacheCost, cache_cost, growth_step
 from chat.layers.workspace import Workspace
 from chat.model_facts import shares_rows, text_config
 from chat.placement import placement_of
 from chat.row_reader import RowReader, RowSource, States
 from chat.settings import CacheSettings
 
-_workspaces: WeakKeyDictionary[PreTrainedModel, Workspace] = WeakKeyDictionary()
-"""All caches of a model unpack into the same memory: one thread feeds them, one after the other."""
+
+@dataclass(frozen=True, slots=True)
+class _Shared:
+    """What all caches of a model unpack into or fetch rows with: one thread feeds them, one by one."""
+
+    workspace: Workspace
+    prefetcher: Prefetcher
+
+
+_shared: WeakKeyDictionary[PreTrainedModel, _Shared] = WeakKeyDictionary()
 
 
 class KVCache:
@@ -54,11 +65,14 @@ class KVCache:
         self._settings = settings
         self._token_ids: list[int] = []
         self._idle: frozenset[int] = frozenset()
-        codec, workspace = codec_for(settings), _workspace_of(model)
+        shared = _shared_by_caches_of(model)
+        step = growth_step(text_config(model), settings)
+        parts = LayerParts(settings, codec_for(settings), step, shared.workspace, shared.prefetcher)
         self._cache = DynamicCache(config=model.config)
-        self._cache.layers[:] = [layer_for(layer, settings, codec, workspace) for layer in self._cache.layers]
+        self._cache.layers[:] = [layer_for(layer, parts) for layer in self._cache.layers]
         self._rows = [layer for layer in self._cache.layers if isinstance(layer, RowLayer)]
         self._reader = RowReader(self._cache.layers, self._placement)
+        in_turn(self._rows)
 
     def __len__(self) -> int:
         return len(self._token_ids)
@@ -75,7 +89,7 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated on the device, spare room included."""
+        """Bytes allocated, spare room included, on the device or in the computer's memory."""
         return sum(layer_nbytes(layer) for layer in self._cache.layers)
 
     @property
@@ -167,9 +181,11 @@ class KVCache:
         self.check()
 
     @torch.inference_mode()
-    def copy_prefix(self, num_tokens: int, room_for: int = 0) -> KVCache:
+    def copy_prefix(
+        self, num_tokens: int, room_for: int = 0, settings: CacheSettings | None = None
+    ) -> KVCache:
         """A new cache holding the first `num_tokens` tokens, with room for `room_for`: the bytes are copied,
-        nothing is recomputed.
+        nothing is recomputed. `settings`: of another kind that has the same rows.
 
         Raises CacheMismatch when a layer does not hold rows (see `crop_to`).
         """
@@ -177,20 +193,19 @@ class KVCache:
             raise ValueError(f"cannot copy {num_tokens} of {len(self)} tokens")
         if not self.has_rows():
             raise CacheMismatch("a layer of this model does not hold one row per token")
-        copy = KVCache(self._model, self._settings)
+        copy = KVCache(self._model, settings or self._settings)
         copy.reserve(room_for)
         for source, target in zip(self._rows, copy._rows, strict=True):
-            target.copy_from(source, min(num_tokens, source.num_tokens))
+            _copy_rows(source, target, min(num_tokens, source.num_tokens), self._model.device)
         copy._token_ids = self._token_ids[:num_tokens]
-        copy._idle = self._idle
+        copy._know_idle_layers(self._idle)
         copy.check()
         return copy
 
     def can_convert_to(self, settings: CacheSettings) -> bool:
         """Whether `converted_to` can give rows of that kind: of its own kind, or of any from dense ones."""
-        is_same = parameters(settings) == parameters(self._settings)
         is_dense = all(isinstance(layer, GrowingLayer) for layer in self._rows)
-        return self.can_be_saved() and (is_same or is_dense)
+        return self.can_be_saved() and (is_dense or have_same_rows(settings, self._settings))
 
     @torch.inference_mode()
     def converted_to(self, settings: CacheSettings, room_for: int = 0) -> KVCache:
@@ -232,12 +247,12 @@ class KVCache:
         other.reserve(max(room_for, len(self)))
         for source, target in zip(self._cache.layers, other._cache.layers, strict=True):
             if isinstance(source, RowLayer) and isinstance(target, RowLayer):
-                _convert_rows(source, target)
+                _copy_rows(source, target, source.num_tokens, self._model.device)
             if has_state(source) and self._token_ids:
                 put_back(target, state_of(source), len(self))
             yield source
         other._token_ids = self._token_ids.copy()
-        other._idle = self._idle
+        other._know_idle_layers(self._idle)
         other.check()
 
     def can_be_saved(self) -> bool:
@@ -322,9 +337,17 @@ class KVCache:
     def _note_idle_layers(self) -> None:
         """Layers that the first pass left untouched are fed by another layer's rows and stay empty."""
         layers = enumerate(self._cache.layers)
-        self._idle = frozenset(
-            index for index, layer in layers if isinstance(layer, DynamicLayer) and not layer.is_initialized
+        self._know_idle_layers(
+            frozenset(
+                index
+                for index, layer in layers
+                if isinstance(layer, DynamicLayer) and not layer.is_initialized
+            )
         )
+
+    def _know_idle_layers(self, idle: frozenset[int]) -> None:
+        self._idle = idle
+        in_turn([layer for index, layer in enumerate(self._cache.layers) if index not in idle])
 
 
 _KNOWN_LAYERS = (
@@ -358,16 +381,22 @@ def _crop_layer(layer: object, num_tokens: int) -> None:
         layer.crop(num_tokens - layer.get_seq_length())
 
 
-def _convert_rows(source: RowLayer, target: RowLayer) -> None:
+def _copy_rows(source: RowLayer, target: RowLayer, num_tokens: int, device: torch.device) -> None:
+    """Add of the first rows of `source` those that `target` lacks: in their form, or packed on the device."""
     start = target.num_tokens
     if type(source) is type(target) and not start:
-        target.copy_from(source, source.num_tokens)
-    elif source.keys is not None and source.values is not None and start < source.num_tokens:
-        target.append(source.keys[:, :, start:], source.values[:, :, start:])
+        target.copy_from(source, num_tokens)
+    elif start < num_tokens:
+        rows = source.room(start, num_tokens)
+        if source.part_names == target.part_names:
+            target.take_copies(rows, device)
+        else:
+            target.append(rows["keys"][None].to(device), rows["values"][None].to(device))
 
 
-def _workspace_of(model: PreTrainedModel) -> Workspace:
-    workspace = _workspaces.get(model)
-    if workspace is None:
-        workspace = _workspaces[model] = Workspace(shared=not shares_rows(text_config(model)))
-    return workspace
+def _shared_by_caches_of(model: PreTrainedModel) -> _Shared:
+    shared = _shared.get(model)
+    if shared is None:
+        workspace = Workspace(shared=not shares_rows(text_config(model)))
+        shared = _shared[model] = _Shared(workspace, Prefetcher(workspace))
+    return shared

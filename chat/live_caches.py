@@ -3,8 +3,8 @@
 A cache is either kept here or lent to the one reply that is being written; never both. The budget is
 checked before anything is allocated: `make_room` evicts the least recently used caches first and refuses
 what would not fit even alone. What was forgotten is remembered by cause, so that a later turn can say
-why it reads again. Prefixes are shared between conversations of one owner and one kind of cache, never across
-owners or kinds.
+why it reads again. Prefixes are shared between conversations of one owner whose kinds of cache have the same
+rows, never across owners or other kinds.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from cache_store.records import Message
 from chat.boundary_states import Boundary, BoundaryStates
 from chat.errors import MemoryLimit
 from chat.kv_cache import KVCache
-from chat.settings import CacheKind, CacheSettings
+from chat.layers.kinds import have_same_rows, is_offloaded, rows_of
+from chat.settings import CacheSettings
 from chat.stats import Reason
 
 
@@ -62,11 +63,11 @@ class LiveCache:
 @dataclass(frozen=True, slots=True)
 class Holding:
     """What a kept cache holds: its tokens, and the bytes allocated for them, spare room included; and of what
-    kind it is."""
+    kind its rows are (see `rows_of`)."""
 
     token_ids: tuple[int, ...]
     nbytes: int
-    kind: CacheKind
+    kind: str
 
 
 class LiveCaches:
@@ -88,6 +89,13 @@ class LiveCaches:
         """Bytes of all kept caches and boundary states; a lent cache counts with its borrower."""
         with self._lock:
             return self._states.nbytes + sum(live.cache.nbytes for live in self._kept.values())
+
+    @property
+    def host_bytes(self) -> int:
+        """Of `nbytes`, those in the computer's memory wherever the model runs."""
+        with self._lock:
+            kept = [live.cache for live in self._kept.values() if is_offloaded(live.cache.settings.kind)]
+            return self._states.nbytes + sum(cache.nbytes for cache in kept)
 
     def take(self, conversation_id: str) -> LiveCache | None:
         """Lend out the conversation's cache; whoever took it calls `keep` or `forget`."""
@@ -144,12 +152,12 @@ class LiveCaches:
         lent: LiveCache | None = None,
     ) -> tuple[Boundary, KVCache | None] | None:
         """The longest beginning of `token_ids` that a cache with states can go back to: one of the owner's
-        kept caches of this kind, or the lent one; and the cache whose rows are needed for it, if any are."""
+        kept caches with the same rows, or the lent one; and that cache, if its rows are needed for it."""
         with self._lock:
             caches = [
                 live
                 for live in (lent, *self._kept.values())
-                if live is not None and live.owner == owner and live.cache.settings == settings
+                if live is not None and live.owner == owner and have_same_rows(live.cache.settings, settings)
             ]
             sources = [
                 (live.num_common(token_ids), live.cache) for live in caches if not live.cache.has_rows()
@@ -195,19 +203,21 @@ class LiveCaches:
         with self._lock:
             mine = {name: live for name, live in self._kept.items() if live.owner == owner}
             return {
-                name: Holding(live.token_ids, live.cache.nbytes, live.cache.settings.kind)
+                name: Holding(live.token_ids, live.cache.nbytes, rows_of(live.cache.settings.kind))
                 for name, live in mine.items()
             }
 
     def longest_prefix(
         self, owner: str, settings: CacheSettings, token_ids: Sequence[int]
     ) -> tuple[KVCache | None, int]:
-        """The kept cache of this owner and kind that shares the longest beginning with `token_ids`, and its
-        length. Only caches whose prefix can be copied out count."""
+        """The kept cache of this owner, with rows of this kind, that shares the longest beginning with
+        `token_ids`, and its length. Only caches whose prefix can be copied out count."""
         with self._lock:
             best: tuple[KVCache | None, int] = (None, 0)
             for live in self._kept.values():
-                if (live.owner, live.cache.settings) != (owner, settings) or not live.cache.has_rows():
+                if live.owner != owner or not have_same_rows(live.cache.settings, settings):
+                    continue
+                if not live.cache.has_rows():
                     continue
                 length = live.num_common(token_ids)
                 if length and length >= best[1]:  # of equals the most recently used one

@@ -1,8 +1,10 @@
 """How long a chat can become in this machine's memory, for each kind of cache, before anything is allocated.
 
 A chat of n tokens fits when its cache fits the budget for live caches, and when cache and working memory
-together fit what is free. Caches grow in whole steps, so the number of tokens that fit is a number of steps;
-working memory is one layer's rows unpacked, which attention looks at (see `chat.layers.workspace`).
+together fit what is free; an offloaded cache asks for the computer's memory, its working memory for the
+device's. Caches grow in whole steps, so the number of tokens that fit is a number of steps. Working memory is
+what attention looks at where that is not the cache itself: one layer's rows unpacked (see
+`chat.layers.workspace`), or two layers' fetched from the computer's memory (see `chat.layers.prefetch`).
 """
 
 from __future__ import annotations
@@ -14,32 +16,39 @@ import psutil
 import torch
 from transformers import PreTrainedConfig
 
-from chat.layers.kinds import QUANTIZATIONS
-from chat.layers.sizes import PACKED_LAYER_KINDS, cache_cost
+from chat.layers.kinds import QUANTIZATIONS, is_exact, is_fixed, is_offloaded
+from chat.layers.sizes import PACKED_LAYER_KINDS, CacheCost, cache_cost, growth_step
 from chat.layers.workspace import SPARE
 from chat.model_facts import kv_layers, shares_rows
 from chat.settings import CacheKind, CacheSettings
 
 QUALITY_ORDER: tuple[CacheKind, ...] = (
     "dynamic",
+    "static",
     "native8",
     "hqq8",
     "fp8",
     "native4",
+    "offloaded",
+    "offloaded_static",
     "hqq4",
     "quanto4",
     "hqq2",
     "quanto2",
 )
-"""Best answers first, as measured on the default model (`python -m tests.bench kinds`)."""
+"""Best answers first, as measured on the default model (`python -m tests.bench kinds`). Answers of offloaded
+kinds are as good as any, but each token waits for the whole cache to come to the device: so they stand where
+the ladder has them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Bytes: `free` on the model's device if all live caches were given up, and `max_live`, their budget."""
+    """Bytes: `free` on the model's device if all live caches were given up, `max_live`, their budget, and
+    what would then be free in the computer's memory, where that is not the model's device."""
 
     free: int
     max_live: int
+    free_host: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +72,13 @@ def forecast(
     """For the kind of `settings`; `config` is a text config, `dtype` what the model computes in."""
     cost = cache_cost(config, settings, dtype)
     working = _working_bytes_per_token(config, settings, dtype)
-    fitting = min(
-        _whole_steps(room.max_live - cost.fixed, cost.per_token, settings.growth_step),
-        _whole_steps(room.free - cost.fixed, cost.per_token + working, settings.growth_step),
-    )
+    step = growth_step(config, settings)
+    places = [(room.max_live, cost), (room.free, cost + CacheCost(working))]
+    if is_offloaded(settings.kind) and room.free_host is not None:
+        places[1:] = [(room.free, CacheCost(working)), (room.free_host, cost)]
+    fitting = min(_whole_steps(free - need.fixed, need.per_token, step) for free, need in places)
+    if is_fixed(settings.kind):
+        fitting = min(fitting, step)
     num_tokens = min(fitting, num_context_tokens)
     return KindForecast(settings.kind, cost.per_token, num_tokens, num_tokens == num_context_tokens)
 
@@ -99,11 +111,13 @@ def _whole_steps(num_bytes: int, per_token: int, step: int) -> int:
 
 
 def _working_bytes_per_token(config: PreTrainedConfig, settings: CacheSettings, dtype: torch.dtype) -> int:
-    """Of unpacked rows. Models in which layers share rows unpack every layer into memory of its own."""
-    if settings.kind == "dynamic":
+    """Of rows that are unpacked or fetched. Models in which layers share rows do that with every layer's into
+    memory of its own."""
+    offloaded = is_offloaded(settings.kind)
+    if is_exact(settings.kind) and not offloaded:
         return 0
     packed = [layer.num_elements for layer in kv_layers(config) if layer.kind in PACKED_LAYER_KINDS]
-    elements = sum(packed) if shares_rows(config) else max(packed, default=0)
+    elements = sum(packed) if shares_rows(config) else max(packed, default=0) * (2 if offloaded else 1)
     quantization = QUANTIZATIONS.get(settings.kind)
     if quantization is not None and quantization.rotated:
         elements += max(packed, default=0) // 2  # one side once more, still rotated

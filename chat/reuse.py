@@ -17,6 +17,7 @@ from chat.disk import CACHE_KIND, NOTHING, DiskCaches, changed, states_at_ends
 from chat.divergence import Decode, divergence_of
 from chat.errors import MemoryLimit
 from chat.kv_cache import KVCache
+from chat.layers.kinds import rows_of
 from chat.live_caches import LiveCache, LiveCaches
 from chat.prompt import Prompt
 from chat.rollback import rolled_back
@@ -178,8 +179,9 @@ def _kind_before(path: Sequence[Message]) -> str:
 
 
 def _kind_changed(places: Places, before: str) -> str:
+    """In words; no change between kinds that have the same rows, because nothing is lost by it."""
     kind = places.settings.kind
-    return changed(CACHE_KIND, before, kind) if before and before != kind else ""
+    return changed(CACHE_KIND, before, kind) if before and rows_of(before) != rows_of(kind) else ""
 
 
 def _past(
@@ -231,7 +233,7 @@ def _beginning(
         cache = rolled
     elif other is not None:
         owned[0], lent, num_saved = None, None, 0  # given up before its successor is allocated
-        cache = other.copy_prefix(shared, len(prompt))
+        cache = other.copy_prefix(shared, len(prompt), places.settings)
     else:
         cache = lent.cache if lent is not None and own else places.new_cache()
         places.live.make_room(cache.nbytes_for(len(prompt)))

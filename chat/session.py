@@ -28,7 +28,7 @@ from chat.disk import DiskCaches
 from chat.divergence import num_common
 from chat.errors import ChatError, ContextFull
 from chat.failure import log_and_release, sentence_for
-from chat.kind_ladder import is_short_of_memory, note_of
+from chat.kind_ladder import is_budget, is_short_of_memory, note_of
 from chat.kind_places import KindPlaces
 from chat.kv_cache import KVCache
 from chat.live_caches import LiveCache, LiveCaches
@@ -242,7 +242,7 @@ class ChatSession:
                 self._store.set_cache_kind(conversation.owner, conversation.id, conversation.cache_kind)
             yield from self._read(turn, conversation)
             yield from self._show_and_save(turn, conversation, reply)
-            if turn.finish_reason == "memory" and (kind := self._smaller_kind(conversation)):
+            if turn.finish_reason == "memory" and (kind := self._smaller_kind(conversation, for_budget=True)):
                 return self._with_smaller(attempt, turn, kind)
             yield self._finish(turn, conversation, reply)
         except GeneratorExit:
@@ -252,12 +252,13 @@ class ChatSession:
             yield Ended("stopped", "", None, None)
         except BaseException as error:  # whatever it was: this reply ends, the app goes on
             log_and_release(error)
-            if is_short_of_memory(error) and (kind := self._smaller_kind(conversation)):
+            is_short = is_short_of_memory(error)
+            if is_short and (kind := self._smaller_kind(conversation, for_budget=is_budget(error))):
                 return self._with_smaller(attempt, turn, kind)
             yield self._fail(turn, conversation, reply, error)
         return None
 
-    def _smaller_kind(self, conversation: Conversation) -> CacheKind | None:
+    def _smaller_kind(self, conversation: Conversation, *, for_budget: bool) -> CacheKind | None:
         """One step down from the conversation's kind, if its owner allows it."""
         try:
             if not self._store.may_shrink_caches(conversation.owner):
@@ -265,7 +266,7 @@ class ChatSession:
         except StoreError as error:
             log.warning("whether a smaller cache is allowed could not be read: %s", error)
             return None
-        return self.kinds.smaller_than(self.kinds.in_use(conversation).kind)
+        return self.kinds.smaller_than(self.kinds.in_use(conversation).kind, for_budget=for_budget)
 
     def _with_smaller(self, attempt: _Attempt, turn: Turn | None, kind: CacheKind) -> _Attempt:
         """Go on behind what is written already. The cache, as far as it came, is there to be converted."""

@@ -14,14 +14,31 @@ from cache_store.records import Json
 DEFAULT_MODEL = "default"
 """The name under which the bundled small model is asked for."""
 
+STATIC_TOKENS = 8192
+"""What a cache of fixed size has room for, where nobody says otherwise."""
+
 DeviceName = Literal["auto", "cpu", "cuda", "mps"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 WeightForm = Literal["full", "int8", "nf4"]
 """Weights as they were saved, or quantized to 8 or 4 bits while they are loaded."""
 DeviceMap = Literal["single", "auto"]
 """The whole model on one device, or on as many, the disk included, as it needs."""
-CacheKind = Literal["dynamic", "native8", "native4", "fp8", "hqq8", "hqq4", "hqq2", "quanto4", "quanto2"]
-"""How rows are kept: as they are, or quantized to so many bits by our own code or by an optional library."""
+CacheKind = Literal[
+    "dynamic",
+    "native8",
+    "native4",
+    "fp8",
+    "hqq8",
+    "hqq4",
+    "hqq2",
+    "quanto4",
+    "quanto2",
+    "offloaded",
+    "static",
+    "offloaded_static",
+]
+"""How rows are kept: as they are, or quantized to so many bits by our own code or by an optional library; or
+as they are, but in the computer's memory, or in room of a fixed size, or both."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +90,7 @@ class CacheSettings:
     `prefill_chunk`: tokens per forward pass while reading; Stop is honoured between two chunks.
     `group_size`: elements that share a scale, at most, in quantized kinds.
     `chunk_tokens`: rows that an optional library quantizes at a time; until then they wait as they are.
+    `static_tokens`: how many tokens a cache of fixed size has room for, where the model reads that many.
     """
 
     growth_step: int = 256
@@ -80,11 +98,12 @@ class CacheSettings:
     kind: CacheKind = "dynamic"
     group_size: int = 64
     chunk_tokens: int = 64
+    static_tokens: int = STATIC_TOKENS
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(CacheKind):
             raise ValueError(f"there is no cache kind {self.kind!r}")
-        for name in ("growth_step", "prefill_chunk", "group_size", "chunk_tokens"):
+        for name in ("growth_step", "prefill_chunk", "group_size", "chunk_tokens", "static_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1")
 

@@ -244,7 +244,11 @@ def test_libraries_are_told_to_keep_quiet_and_to_keep_files_private(tmp_path: Pa
         "GRADIO_TEMP_DIR": str(tmp_path),
         "HF_HUB_DISABLE_TELEMETRY": "1",
         "OMP_WAIT_POLICY": "PASSIVE",
+        "PYTORCH_ALLOC_CONF": "pinned_max_cached_size_mb:1",
     }
+    own = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    app.prepare_environment(own, tmp_path, offline=False)
+    assert "PYTORCH_ALLOC_CONF" not in own, "what somebody has set stays"
     app.prepare_environment(environment, tmp_path, offline=True)
     assert (environment["HF_HUB_OFFLINE"], environment["TRANSFORMERS_OFFLINE"]) == ("1", "1")
 

@@ -62,7 +62,7 @@ def kind_panel(menu: KindMenu | None) -> KindPanel:
     if menu is None:
         notice = "What there is to choose from is known once the model is loaded."
         return {"rows": [], "notice": notice, "shrink": False, "measuring": False, "to_measure": False}
-    here = [view for view in menu.kinds if view.availability.is_available and view.kind != "dynamic"]
+    here = [view for view in menu.kinds if view.availability.is_available and not view.is_exact]
     return {
         "rows": [_row(view, in_use=view.kind == menu.in_use) for view in menu.kinds],
         "notice": menu.notice,

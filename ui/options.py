@@ -16,6 +16,7 @@ import psutil
 
 from chat.settings import (
     DEFAULT_MODEL,
+    STATIC_TOKENS,
     Budgets,
     CacheKind,
     DeviceMap,
@@ -46,6 +47,7 @@ class Options:
     system_prompt: str
     log_level: str
     cache_kind: CacheKind = "dynamic"
+    static_tokens: int = STATIC_TOKENS
 
 
 def parse_options(arguments: Sequence[str] | None = None) -> Options:
@@ -68,6 +70,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> Options:
         system_prompt=found.system_prompt,
         log_level=found.log_level,
         cache_kind=found.cache_kind,
+        static_tokens=found.static_tokens,
     )
 
 
@@ -140,6 +143,13 @@ def _add_storage_options(parser: argparse.ArgumentParser) -> None:
         get_args(CacheKind),
         "dynamic",
         "how caches are kept, where a chat has no choice of its own",
+    )
+    parser.add_argument(
+        "--static-tokens",
+        type=_num_tokens,
+        default=STATIC_TOKENS,
+        metavar="N",
+        help=f"how long a chat can become in a cache of fixed size; {STATIC_TOKENS} by default",
     )
     parser.add_argument(
         "--max-disk",
@@ -222,6 +232,12 @@ def _memory_size(text: str) -> int:
     if num_bytes == 0:
         raise argparse.ArgumentTypeError("takes more than nothing, because no chat fits into 0 bytes")
     return num_bytes
+
+
+def _num_tokens(text: str) -> int:
+    if not re.fullmatch("[0-9]{1,9}", text) or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"takes a number of tokens, at least 1, not {text!r}")
+    return int(text)
 
 
 def _port(text: str) -> int:

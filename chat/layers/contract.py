@@ -82,9 +82,19 @@ class RowLayer(DynamicLayer):
         """Bytes allocated for rows, used or not."""
         return sum(buffer.nbytes for buffer in self.buffers)
 
+    def take_copies(self, rows: Mapping[str, Tensor], device: torch.device) -> None:
+        """Append copies of rows that another layer holds in this form, wherever that is; passes will run on
+        `device`."""
+        num_tokens = self.num_tokens + next(iter(rows.values())).shape[1]
+        self.prepare({name: part[:, :0].to(device) for name, part in rows.items()}, num_tokens)
+        for name, room in self.room(self.num_tokens, num_tokens).items():
+            room.copy_(rows[name])
+        self.adopt(num_tokens)
+
     def capacity_for(self, num_tokens: int) -> int:
         """The capacity after growing to hold `num_tokens`: whole steps, with an eighth to spare, so that
-        a chat of any length is copied O(1) times per token and at most an eighth and a step stand empty."""
+        a chat of any length is copied O(1) times per token and at most an eighth and a step stand empty.
+        Raises MemoryLimit where a layer does not grow so far."""
         if num_tokens <= self.capacity:
             return self.capacity
         spare = self.capacity // 8
@@ -135,8 +145,9 @@ class StateBesideRows(LinearAttentionLayer):
 
 def grown(buffer: Tensor, capacity: int, num_tokens: int) -> Tensor:
     """A buffer with room for `capacity` rows, which are the last dimension but one, and the first
-    `num_tokens` of the old one."""
-    larger = buffer.new_empty(*buffer.shape[:-2], capacity, buffer.shape[-1])
+    `num_tokens` of the old one; in pinned memory if that one is."""
+    shape = *buffer.shape[:-2], capacity, buffer.shape[-1]
+    larger = torch.empty(shape, dtype=buffer.dtype, device=buffer.device, pin_memory=buffer.is_pinned())
     larger[..., :num_tokens, :] = buffer[..., :num_tokens, :]
     return larger
 

@@ -48,8 +48,8 @@ class GrowingLayer(RowLayer):
         """Remember dtype, device and head shapes from the first states `[1, kv_heads, n, head_dim]`."""
         self.dtype, self.device = key_states.dtype, key_states.device
         capacity = self.capacity_for(self._num_wanted)
-        self._key_buffer = key_states.new_empty(*key_states.shape[:2], capacity, key_states.shape[-1])
-        self._value_buffer = value_states.new_empty(*value_states.shape[:2], capacity, value_states.shape[-1])
+        self._key_buffer = self._new_buffer(key_states, capacity)
+        self._value_buffer = self._new_buffer(value_states, capacity)
         self.is_initialized = True
         self._show(0)
 
@@ -115,12 +115,16 @@ class GrowingLayer(RowLayer):
     def copy_from(self, source: RowLayer, num_tokens: int) -> None:
         """Take the first rows of another growing layer."""
         assert isinstance(source, GrowingLayer)
-        if source.keys is not None and source.values is not None and num_tokens:
-            self.append(source.keys[:, :, :num_tokens], source.values[:, :, :num_tokens])
+        if num_tokens:
+            self.take_copies(source.room(0, num_tokens), source.device)
 
     def reset(self) -> None:
         """Forget everything and free the buffers."""
         self.__init__(self.growth_step)
+
+    def _new_buffer(self, like: Tensor, capacity: int) -> Tensor:
+        """Room for rows typed and shaped like the states `like`."""
+        return like.new_empty(*like.shape[:2], capacity, like.shape[-1])
 
     def _show(self, num_tokens: int) -> None:
         assert self._key_buffer is not None

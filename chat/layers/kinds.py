@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from types import MappingProxyType
@@ -68,7 +69,46 @@ QUANTIZATIONS: Mapping[CacheKind, Quantization] = {
     "quanto4": Quantization(4, backend=QUANTO),
     "quanto2": Quantization(2, backend=QUANTO),
 }
-"""The kinds of whole numbers on a scale; `dynamic` and `fp8` are the others."""
+"""The kinds of whole numbers on a scale."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dense:
+    """A kind whose rows are as the model computed them: where they are kept, and in how much room."""
+
+    is_offloaded: bool = False
+    is_fixed: bool = False
+
+
+DENSE: Mapping[CacheKind, Dense] = {
+    "dynamic": Dense(),
+    "offloaded": Dense(is_offloaded=True),
+    "static": Dense(is_fixed=True),
+    "offloaded_static": Dense(is_offloaded=True, is_fixed=True),
+}
+"""Their rows are alike byte for byte, so each of these kinds goes on with rows of any other."""
+
+NEEDS_CUDA: Mapping[CacheKind, str] = {
+    "offloaded": "It spares the memory of a CUDA device, and the model does not run on one here.",
+    "static": "Room of a fixed size is of use on a CUDA device, and the model does not run on one here.",
+    "offloaded_static": "It spares the memory of a CUDA device, and the model does not run on one here.",
+}
+"""Why these kinds cannot be had without."""
+
+
+def is_exact(kind: CacheKind) -> bool:
+    """Whether answers are those of the dense cache."""
+    return kind in DENSE
+
+
+def is_offloaded(kind: CacheKind) -> bool:
+    """Whether rows are kept in the computer's memory, wherever the model runs."""
+    return kind in DENSE and DENSE[kind].is_offloaded
+
+
+def is_fixed(kind: CacheKind) -> bool:
+    """Whether there is room for so many tokens from the first one on, and never for more."""
+    return kind in DENSE and DENSE[kind].is_fixed
 
 
 def available_kinds(device_type: str) -> dict[CacheKind, Availability]:
@@ -78,6 +118,8 @@ def available_kinds(device_type: str) -> dict[CacheKind, Availability]:
 
 def availability(kind: CacheKind, device_type: str) -> Availability:
     """See `available_kinds`."""
+    if device_type != "cuda" and kind in NEEDS_CUDA:
+        return Availability(NEEDS_CUDA[kind])
     if kind == "fp8" and device_type == "mps":
         return Availability("Apple's GPU has no eight-bit floating point.")
     quantization = QUANTIZATIONS.get(kind)
@@ -88,7 +130,7 @@ def availability(kind: CacheKind, device_type: str) -> Availability:
 
 
 def codec_for(settings: CacheSettings) -> RowCodec | None:
-    """What packs the rows of this kind; None for the dense one. Raises KindUnavailable."""
+    """What packs the rows of this kind; None for the dense ones. Raises KindUnavailable."""
     quantization = QUANTIZATIONS.get(settings.kind)
     if quantization is None or quantization.backend is None:
         return sized_codec(settings)
@@ -121,11 +163,12 @@ def cache_fingerprint(model_fields: Mapping[str, str], settings: CacheSettings) 
     return MappingProxyType({**model_fields, CACHE_FIELD: parameters(settings)})
 
 
+@cache
 def parameters(settings: CacheSettings) -> str:
     """The kind and everything that rows of it depend on, in words."""
     quantization = QUANTIZATIONS.get(settings.kind)
     if quantization is None:
-        return settings.kind
+        return rows_of(settings.kind)
     words = [settings.kind, f"groups of {settings.group_size}"]
     if quantization.rotated:
         words.append("rotated")
@@ -134,6 +177,16 @@ def parameters(settings: CacheSettings) -> str:
     if quantization.backend is not None:
         words += [f"chunks of {settings.chunk_tokens}", _version(quantization.backend)]
     return ", ".join(words)
+
+
+def rows_of(kind: str) -> str:
+    """The kind whose rows are what those of `kind` are; kinds of other versions stand for themselves."""
+    return "dynamic" if kind in DENSE else kind
+
+
+def have_same_rows(one: CacheSettings, other: CacheSettings) -> bool:
+    """Whether rows and states of one cache are what the other would hold, byte for byte."""
+    return parameters(one) == parameters(other)
 
 
 def _affine(settings: CacheSettings, quantization: Quantization, fit: Fit) -> AffineCodec:

@@ -128,13 +128,8 @@ class PackedLayer(RowLayer):
     def copy_from(self, source: RowLayer, num_tokens: int) -> None:
         """Take the first packed rows of another packed layer."""
         assert isinstance(source, PackedLayer)
-        rows = source.room(0, num_tokens)
-        if not num_tokens:
-            return
-        self.prepare({name: part[:, :0] for name, part in rows.items()}, num_tokens)
-        for name, part in self.room(0, num_tokens).items():
-            part.copy_(rows[name])
-        self.adopt(num_tokens)
+        if num_tokens:
+            self.take_copies(source.room(0, num_tokens), source.device)
 
     def reset(self) -> None:
         """Forget everything and free the buffers."""

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedConfig
 
-from chat.layers.kinds import num_tail_tokens, sized_codec
+from chat.layers.kinds import is_fixed, num_tail_tokens, sized_codec
 from chat.layers.packed import RowCodec
-from chat.model_facts import KvLayer, kv_layers
+from chat.model_facts import KvLayer, kv_layers, num_context_tokens
 from chat.settings import CacheSettings
 
 PACKED_LAYER_KINDS = ("full_attention", "hybrid")
@@ -21,7 +21,7 @@ PACKED_LAYER_KINDS = ("full_attention", "hybrid")
 
 @dataclass(frozen=True, slots=True)
 class CacheCost:
-    """Bytes on the device: for each token that there is room for, and once for the whole cache."""
+    """Bytes, wherever rows are kept: for each token that there is room for, and once for the whole cache."""
 
     per_token: int
     fixed: int = 0
@@ -42,6 +42,13 @@ def cache_cost(config: PreTrainedConfig, settings: CacheSettings, dtype: torch.d
     for layer in kv_layers(config):
         cost += _layer_cost(layer, codec, num_tail_tokens(settings), dtype)
     return cost
+
+
+def growth_step(config: PreTrainedConfig, settings: CacheSettings) -> int:
+    """By how many tokens buffers grow: kinds of fixed size once by all that they ever have room for."""
+    if is_fixed(settings.kind):
+        return min(settings.static_tokens, num_context_tokens(config))
+    return settings.growth_step
 
 
 def _layer_cost(layer: KvLayer, codec: RowCodec | None, num_tail: int, dtype: torch.dtype) -> CacheCost:

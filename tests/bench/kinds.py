@@ -27,9 +27,11 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, QuantizedCache
 
 from chat.layers.contract import RowLayer, layer_nbytes
-from chat.layers.factory import layer_for
+from chat.layers.factory import LayerParts, layer_for
 from chat.layers.kinds import availability, codec_for
-from chat.layers.sizes import bytes_per_token
+from chat.layers.offloaded import in_turn
+from chat.layers.prefetch import Prefetcher
+from chat.layers.sizes import bytes_per_token, growth_step
 from chat.layers.workspace import Workspace
 from chat.model import LoadedModel
 from chat.model_facts import text_config
@@ -96,10 +98,12 @@ def _makers(loaded: LoadedModel) -> tuple[dict[str, Callable[[], Cache]], dict[s
 
 
 def cache_of(loaded: LoadedModel, kind: CacheKind) -> Cache:
-    settings = CacheSettings(kind=kind)
-    codec, workspace = codec_for(settings), Workspace(shared=True)
+    settings, workspace = CacheSettings(kind=kind, static_tokens=NUM_TOKENS), Workspace(shared=True)
+    step = growth_step(text_config(loaded.model), settings)
+    parts = LayerParts(settings, codec_for(settings), step, workspace, Prefetcher(workspace))
     cache = DynamicCache(config=loaded.model.config)
-    cache.layers[:] = [layer_for(layer, settings, codec, workspace) for layer in cache.layers]
+    cache.layers[:] = [layer_for(layer, parts) for layer in cache.layers]
+    in_turn(cache.layers)
     for layer in cache.layers:
         assert isinstance(layer, RowLayer)
         layer.reserve(NUM_TOKENS)

@@ -34,9 +34,13 @@ from chat.layers.kinds import (
     available_kinds,
     cache_fingerprint,
     codec_for,
+    have_same_rows,
+    is_exact,
 )
+from chat.layers.offloaded import OffloadedLayer
 from chat.layers.packed import PackedLayer
 from chat.layers.sizes import bytes_per_token, cache_cost
+from chat.layers.static import FixedCapacity
 from chat.model import LoadedModel
 from chat.model_facts import shares_rows, text_config
 from chat.settings import CacheKind, CacheSettings, SamplingSettings
@@ -49,7 +53,13 @@ STEP, CHUNK = 16, 8
 IDS = tuple(range(20, 220))
 SEEDED = SamplingSettings(temperature=0.8, max_new_tokens=12, seed=7)
 KINDS: tuple[CacheKind, ...] = get_args(CacheKind)
-QUANTIZED = KINDS[1:]
+QUANTIZED: tuple[CacheKind, ...] = tuple(kind for kind in KINDS if not is_exact(kind))
+EXACT: tuple[CacheKind, ...] = ("offloaded", "static", "offloaded_static")
+"""Dense, but not the default; here on the CPU, although people get them with CUDA only."""
+ROOM = 512
+"""Of kinds of fixed size."""
+LOSSY: tuple[CacheKind, ...] = ("native8", "native4", "fp8", "hqq4", "quanto4")
+"""One of each form that rows have on disk, other than the dense one."""
 ROW_MODELS = ("llama", "odd heads")
 MIXED_MODELS = ("gemma3_text", "gemma4_text", "lfm2", "falcon_h1", "gpt_oss")
 
@@ -64,11 +74,19 @@ def model(name: str) -> LoadedModel:
 
 
 def settings_of(kind: CacheKind) -> CacheSettings:
-    """Small steps, groups and chunks, so that short texts meet their edges. Skips a kind that is not here."""
-    reason = availability(kind, "cpu").reason
+    """Small steps, groups and chunks, so that short texts meet their edges. Skips a kind whose library is not
+    here."""
+    reason = availability(kind, "cuda").reason
     if reason:
         pytest.skip(reason)
-    return CacheSettings(growth_step=STEP, prefill_chunk=STEP, kind=kind, group_size=8, chunk_tokens=CHUNK)
+    return CacheSettings(
+        growth_step=STEP,
+        prefill_chunk=STEP,
+        kind=kind,
+        group_size=8,
+        chunk_tokens=CHUNK,
+        static_tokens=ROOM,
+    )
 
 
 def holding(num_tokens: int, kind: CacheKind, loaded: LoadedModel) -> KVCache:
@@ -101,7 +119,9 @@ quantized = pytest.mark.parametrize("kind", QUANTIZED)
 row_models = pytest.mark.parametrize("name", ROW_MODELS)
 mixed_models = pytest.mark.parametrize("name", MIXED_MODELS)
 all_models = pytest.mark.parametrize("name", ROW_MODELS + MIXED_MODELS)
-saved_kinds = pytest.mark.parametrize("kind", ["native8", "native4", "fp8", "hqq4", "quanto4"])
+exact = pytest.mark.parametrize("kind", EXACT)
+saved_lossy = pytest.mark.parametrize("kind", LOSSY)
+saved_kinds = pytest.mark.parametrize("kind", [*LOSSY, "offloaded", "offloaded_static"])
 saved_models = pytest.mark.parametrize("name", [*ROW_MODELS, "gemma3_text", "falcon_h1"])
 """On disk a kind is the parts of its rows, and a model the layers beside them; `test_resume` has the rest."""
 
@@ -147,6 +167,28 @@ def test_full_attention_is_packed_and_every_other_layer_stays_as_it_is(kind: Cac
             assert has_state(ours) == has_state(theirs)
         else:
             assert type(ours) is type(theirs)
+
+
+@exact
+@pytest.mark.parametrize("name", [*ROW_MODELS, "gemma3_text", "gemma4_text", "lfm2", "falcon_h1"])
+def test_dense_kinds_answer_as_the_default_one_bit_for_bit(kind: CacheKind, name: str) -> None:
+    """In pieces, past the window, with a step back where the model can; and the layers are those wanted."""
+    ours, theirs = holding(0, kind, model(name)), holding(0, "dynamic", model(name))
+    for start, end in ((0, 1), (1, 20), (20, 21), (21, 60), (60, 61), (61, 62)):
+        assert torch.equal(ours.feed(IDS[start:end]), theirs.feed(IDS[start:end]))
+    if ours.can_crop_to(33):
+        for cache in (ours, theirs):
+            cache.crop_to(33)
+        for start, end in ((33, 34), (34, 35), (35, 90), (90, 91)):
+            assert torch.equal(ours.feed(IDS[start:end]), theirs.feed(IDS[start:end]))
+    assert_same_rows(ours.rows_out(0), theirs.rows_out(0))
+    for layer, growing in zip(layers(ours), layers(theirs), strict=True):
+        if isinstance(growing, GrowingLayer):
+            assert isinstance(layer, OffloadedLayer) == kind.startswith("offloaded")
+            assert isinstance(layer, FixedCapacity) == kind.endswith("static")
+            assert has_state(layer) == has_state(growing)
+        else:
+            assert type(layer) is type(growing)
 
 
 @kinds
@@ -445,7 +487,7 @@ def test_a_new_chat_takes_a_part_of_a_saved_segment_byte_for_byte(
                 house.check_invariant(chat_id)
 
 
-@saved_kinds
+@saved_lossy
 def test_rows_of_another_kind_are_refused_before_anything_is_read(kind: CacheKind) -> None:
     """Law 4, should a fingerprint ever be wrong."""
     rows = holding(20, "dynamic", model("llama")).rows_out(0)
@@ -458,7 +500,7 @@ def test_rows_of_another_kind_are_refused_before_anything_is_read(kind: CacheKin
         cache.check()
 
 
-@saved_kinds
+@saved_lossy
 def test_kinds_never_read_each_others_rows_and_both_stay_on_disk(tmp_path: Path, kind: CacheKind) -> None:
     """Law 4: the fingerprint names the kind; law 1: whoever goes back finds everything again."""
     with house_of(tmp_path, "dynamic", "llama") as house:
@@ -477,13 +519,15 @@ def test_kinds_never_read_each_others_rows_and_both_stay_on_disk(tmp_path: Path,
 
 def test_everything_that_rows_depend_on_is_in_the_fingerprint() -> None:
     fields = model("llama").fingerprint
-    variants = [CacheSettings(kind=kind) for kind in KINDS]
+    variants = [CacheSettings(), *(CacheSettings(kind=kind) for kind in QUANTIZED)]
     variants += [CacheSettings(kind="native4", group_size=32), CacheSettings(kind="hqq4", chunk_tokens=32)]
     prints = [dict(cache_fingerprint(fields, variant)) for variant in variants]
     assert len({each["cache"] for each in prints}) == len(variants)
     assert all({**each, "cache": ""} == {**fields, "cache": ""} for each in prints)
-    growing = CacheSettings(growth_step=7, prefill_chunk=9)
-    assert cache_fingerprint(fields, growing) == cache_fingerprint(fields, CacheSettings())
+    same = [CacheSettings(kind=kind, static_tokens=77) for kind in EXACT]
+    same.append(CacheSettings(growth_step=7, prefill_chunk=9))
+    assert all(cache_fingerprint(fields, each) == cache_fingerprint(fields, CacheSettings()) for each in same)
+    assert not have_same_rows(same[0], CacheSettings(kind="native8"))
 
 
 def test_a_tight_budget_holds_more_of_a_quantized_chat(tmp_path: Path) -> None:
@@ -526,7 +570,7 @@ def _default_model_chat(
         folder,
         loaded,
         max_disk_bytes=10**9,
-        settings=CacheSettings(kind=kind),
+        settings=CacheSettings(kind=kind, static_tokens=ROOM),
         default_system_prompt="You are a helpful AI assistant.",
     ) as house:
         view = house.say("What is the capital of France?", None, greedy)
@@ -555,6 +599,16 @@ def test_every_kind_is_listed_and_ours_need_nothing() -> None:
     assert tuple(found) == KINDS
     assert all(found[kind].is_available for kind in ("dynamic", "native8", "native4", "fp8"))
     assert not available_kinds("mps")["fp8"].is_available
+
+
+@exact
+def test_kinds_that_are_of_use_with_cuda_only_say_so_elsewhere(kind: CacheKind) -> None:
+    """C34: with a reason, and without a command, because none would help."""
+    for device in ("cpu", "mps"):
+        found = availability(kind, device)
+        assert "CUDA" in found.reason
+        assert not found.install
+    assert availability(kind, "cuda").is_available
 
 
 @pytest.mark.parametrize("kind", [kind for kind, made_of in QUANTIZATIONS.items() if made_of.backend])
@@ -586,7 +640,8 @@ def test_the_packages_to_install_are_pinned_in_the_file_that_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"kind": "native3"}, {"group_size": 0}, {"chunk_tokens": 0}, {"growth_step": 0}]
+    "wrong",
+    [{"kind": "native3"}, {"group_size": 0}, {"chunk_tokens": 0}, {"growth_step": 0}, {"static_tokens": 0}],
 )
 def test_settings_that_make_no_sense_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"kind|at least 1"):
