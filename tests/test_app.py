@@ -62,6 +62,7 @@ def signals() -> Iterator[None]:
         ["--max-disk", "lots"],
         ["--cache-kind", "native9"],
         ["--weights", "nf4", "--device", "mps"],
+        ["--static-tokens", "0"],
         ["--auth", "anna"],
         ["--model", "/no/such/model.gguf"],
     ],
@@ -230,6 +231,11 @@ def test_a_cache_kind_that_cannot_be_had_ends_in_one_sentence_and_code_2(
     assert told.startswith("--cache-kind hqq4 cannot be had here: The package hqq is not installed.")
     assert "pip install -r requirements-quant.txt" in told
     assert len(told.splitlines()) == 1
+    words = ["--data-dir", str(tmp_path), "--port", "0", "--device", "cpu", "--cache-kind", "offloaded"]
+    assert app.main(words) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("--cache-kind offloaded cannot be had here: It spares the memory of a CUDA device")
+    assert told.endswith("To go on, choose another one.\n")
 
 
 def test_libraries_are_told_to_keep_quiet_and_to_keep_files_private(tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ def kind_panel(menu: KindMenu | None) -> KindPanel:
 
 
 def _row(view: KindView, *, in_use: bool) -> KindRow:
-    verdict = view.verdict
+    verdict = "same" if view.is_exact and view.kind != "dynamic" else view.verdict
     return {
         "kind": view.kind,
         "name": name_of(view.kind).capitalize(),

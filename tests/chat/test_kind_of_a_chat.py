@@ -278,7 +278,7 @@ def test_a_library_that_is_there_but_does_not_load_is_not_offered(
 def test_what_a_change_costs_is_known_before(house: House, first: CacheKind, kind: CacheKind) -> None:
     """What the menu says is what the next turn reads again."""
     if not kinds_module.availability(kind, "cpu").is_available:
-        pytest.skip("it is not installed here")
+        pytest.skip("it cannot be had here")
     chat = talk(house, kind=first)
     menu = house.chats.kind_menu(OWNER, chat)
     assert menu is not None

@@ -29,7 +29,7 @@ def of(kind: CacheKind, room: Room, context: int = CONTEXT) -> KindForecast:
     return forecast(LLAMA, settings_of(kind), torch.float32, room, context)
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "native8", "native4", "fp8"])
+@pytest.mark.parametrize("kind", ["dynamic", "native8", "native4", "fp8", "offloaded"])
 @pytest.mark.parametrize("max_live", [0, 10_000, 123_456, 400_000])
 def test_exactly_as_many_tokens_fit_as_a_real_cache_says(kind: CacheKind, max_live: int) -> None:
     cache = KVCache(tiny_model("llama").model, settings_of(kind))
@@ -58,6 +58,39 @@ def test_the_smaller_of_budget_and_memory_decides(
     assert (found.num_tokens, found.fits_context) == (num_tokens, num_tokens == CONTEXT)
 
 
+@pytest.mark.parametrize(
+    ("free", "max_live", "free_host", "num_tokens"),
+    [
+        (PLENTY, PLENTY, 512 * 160, 160),  # rows ask for the computer's memory,
+        (PLENTY, 512 * 160, PLENTY, 160),  # within the budget,
+        (576 * 160, PLENTY, PLENTY, 160),  # and two layers' rows, with an eighth to spare, for the device's
+        (0, PLENTY, PLENTY, 0),
+        (512 * 160 + 576 * 160, PLENTY, None, 160),  # where both are one
+    ],
+)
+def test_offloaded_rows_take_the_computers_memory_and_two_layers_of_the_devices(
+    free: int, max_live: int, free_host: int | None, num_tokens: int
+) -> None:
+    found = of("offloaded", Room(free, max_live, free_host), 10**6)
+    assert (found.num_tokens, found.bytes_per_token) == (num_tokens, 512)
+    dense = of("dynamic", Room(free, max_live, free_host), 10**6)
+    assert dense == of("dynamic", Room(free, max_live), 10**6), "the computer's memory is nothing to it"
+
+
+@pytest.mark.parametrize(
+    ("room", "max_live", "num_tokens"),
+    [(100, PLENTY, 100), (100, 512 * 100, 100), (100, 512 * 100 - 1, 0), (10_000, PLENTY, CONTEXT)],
+)
+def test_room_of_a_fixed_size_is_there_as_a_whole_or_not_at_all(
+    room: int, max_live: int, num_tokens: int
+) -> None:
+    config = text_config(tiny_model("llama", max_position_embeddings=CONTEXT).model)
+    for kind in ("static", "offloaded_static"):
+        settings = CacheSettings(kind=kind, static_tokens=room)
+        found = forecast(config, settings, torch.float32, Room(PLENTY, max_live), CONTEXT)
+        assert (found.num_tokens, found.fits_context) == (num_tokens, num_tokens == CONTEXT)
+
+
 def test_a_model_that_keeps_no_rows_has_room_for_everything() -> None:
     config = text_config(tiny_model("mamba2").model)
     found = forecast(config, settings_of("native8"), torch.float32, Room(1, 1), CONTEXT)
@@ -84,6 +117,10 @@ def some(**tokens: int) -> list[KindForecast]:
         (some(dynamic=100, native8=200, native4=400), ["native4"], "native8"),
         (some(native4=400), ["native4"], "native4"),
         (some(dynamic=0, native8=0), [], "dynamic"),
+        (some(offloaded=CONTEXT, dynamic=100, native4=CONTEXT), [], "native4"),
+        (some(offloaded=CONTEXT, dynamic=100, native4=CONTEXT), ["native4"], "offloaded"),
+        (some(offloaded=CONTEXT, dynamic=100, native4=200), [], "offloaded"),
+        (some(static=CONTEXT, dynamic=CONTEXT), [], "dynamic"),
     ],
 )
 def test_the_best_answers_that_fit_are_recommended(

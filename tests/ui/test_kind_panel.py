@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import Generator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import gradio as gr
 import pytest
@@ -59,6 +59,21 @@ def test_how_good_the_answers_are(quality: KindQuality | None, expected: str, is
     told = row(quality=quality)
     assert (told["quality"], told["is_bad"]) == (expected, is_bad)
     assert row(quality=quality, is_being_measured=True)["quality"] == "Being measured…"
+
+
+@pytest.mark.parametrize("kind", ["offloaded", "static", "offloaded_static"])
+def test_dense_kinds_answer_alike_and_are_not_measured(kind: CacheKind) -> None:
+    assert (row(kind)["quality"], row(kind)["is_bad"]) == ("Same answers", False)
+    assert row("dynamic")["quality"] == "", "alike to itself"
+    forecast = KindForecast(kind, 1, 1, True)
+    view = KindView(kind, Availability(), forecast, None, False, None)
+    assert not kind_panel(KindMenu("dynamic", "", False, (view,)))["to_measure"]
+
+
+def test_every_kind_has_a_name_of_its_own() -> None:
+    names = [row(kind)["name"] for kind in get_args(CacheKind)]
+    assert len({*names, *get_args(CacheKind)}) == 2 * len(names)
+    assert row("offloaded")["name"] == "Full precision in the computer's memory"
 
 
 @pytest.mark.parametrize(

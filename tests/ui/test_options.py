@@ -31,14 +31,15 @@ def test_without_words_the_page_is_for_this_machine_and_the_default_model(tmp_pa
     assert options.data_dir.name == "keepwarm"
     assert options.data_dir.is_absolute()
     assert (options.system_prompt, options.log_level, options.model.offline) == ("", "warning", False)
-    assert options.cache_kind == "dynamic"
     assert (options.model.weights, options.model.device_map) == ("full", "single")
+    assert (options.cache_kind, options.static_tokens) == ("dynamic", 8192)
 
 
 def test_every_option_arrives_where_it_belongs(tmp_path: Path) -> None:
     words = ["--model", "owner/name", "--device", "cpu", "--dtype", "bfloat16", "--data-dir", str(tmp_path)]
     words += ["--host", "0.0.0.0", "--port", "0", "--auth", "anna:a:b", "--auth", "ben:c", "--share"]
-    words += ["--cache-kind", "native8", "--weights", "nf4"]
+    words += ["--weights", "nf4"]
+    words += ["--cache-kind", "offloaded_static", "--static-tokens", "1024"]
     words += [
         "--system-prompt",
         "Be brief.",
@@ -59,8 +60,9 @@ def test_every_option_arrives_where_it_belongs(tmp_path: Path) -> None:
     assert options.accounts == (Account("anna", "a:b"), Account("ben", "c"))
     assert (options.budgets.max_live_bytes, options.budgets.max_disk_bytes) == (2 * 1024**3, 0)
     assert (options.system_prompt, options.log_level) == ("Be brief.", "debug")
-    assert (options.cache_kind, options.model.weights) == ("native8", "nf4")
+    assert options.model.weights == "nf4"
     assert parse_options(["--device-map", "auto"]).model.device_map == "auto"
+    assert (options.cache_kind, options.static_tokens) == ("offloaded_static", 1024)
     assert parse_options(["--offline"]).model.offline
 
 
