@@ -198,7 +198,7 @@ class KVCache:
         for source, target in zip(self._rows, copy._rows, strict=True):
             _copy_rows(source, target, min(num_tokens, source.num_tokens), self._model.device)
         copy._token_ids = self._token_ids[:num_tokens]
-        copy._know_idle_layers(self._idle)
+        copy._idle = self._idle
         copy.check()
         return copy
 
@@ -252,7 +252,7 @@ class KVCache:
                 put_back(target, state_of(source), len(self))
             yield source
         other._token_ids = self._token_ids.copy()
-        other._know_idle_layers(self._idle)
+        other._idle = self._idle
         other.check()
 
     def can_be_saved(self) -> bool:
@@ -337,17 +337,9 @@ class KVCache:
     def _note_idle_layers(self) -> None:
         """Layers that the first pass left untouched are fed by another layer's rows and stay empty."""
         layers = enumerate(self._cache.layers)
-        self._know_idle_layers(
-            frozenset(
-                index
-                for index, layer in layers
-                if isinstance(layer, DynamicLayer) and not layer.is_initialized
-            )
+        self._idle = frozenset(
+            index for index, layer in layers if isinstance(layer, DynamicLayer) and not layer.is_initialized
         )
-
-    def _know_idle_layers(self, idle: frozenset[int]) -> None:
-        self._idle = idle
-        in_turn([layer for index, layer in enumerate(self._cache.layers) if index not in idle])
 
 
 _KNOWN_LAYERS = (

@@ -15,6 +15,7 @@ import torch
 from chat.chats import ChatView
 from chat.errors import KindUnavailable
 from chat.kind_ladder import next_smaller
+from chat.kv_cache import KVCache
 from chat.layers import kinds as kinds_module
 from chat.settings import CacheKind, CacheSettings, SamplingSettings
 from chat.stats import TurnStats
@@ -66,16 +67,27 @@ def num_saved_rows(house: House) -> int:
 # rows are shared
 
 
-def test_between_dense_kinds_nothing_is_read_again_nor_loaded_nor_saved_twice(house: House) -> None:
+def test_between_dense_kinds_nothing_is_read_again_nor_loaded_nor_saved_twice(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Law 1, law 5: a change moves rows in memory, and that is all."""
     chat = house.say("Hello, a dog and you").conversation.id
+    rows_out, starts = KVCache.rows_out, list[int]()
+
+    def noted(cache: KVCache, start: int) -> dict[str, torch.Tensor]:
+        starts.append(start)
+        return rows_out(cache, start)
+
+    monkeypatch.setattr(KVCache, "rows_out", noted)
     for kind in ORDER:
         held = len(house.kept()[chat].cache)
+        starts.clear()
         house.chats.set_cache_kind(OWNER, chat, kind)
         told = go_on(house, chat)
         assert (told.num_live_tokens, told.num_disk_tokens, told.num_read_again) == (held, 0, 0)
         assert (told.cache_kind, told.changed_setting) == (kind, "")
         assert house.kept()[chat].cache.settings.kind == kind
+        assert min(starts) == held, "only what is new goes to the disk"
     assert num_saved_rows(house) == len(house.kept()[chat].cache), "every token once"
 
 
@@ -309,9 +321,10 @@ def test_a_budget_that_runs_out_does_not_because_that_takes_more_of_it(
     budget = 32 * llama().kv_bytes_per_token
     with House(tmp_path, llama(), max_live_bytes=budget, settings=settings("native4")) as house:
         house.chats.allow_smaller_caches(OWNER, allowed=True)
-        ended = end_view(house.start("word " * 300, None, SHORT))
-        assert ended.state == "failed"
-        assert "--max-live-memory" in str(ended.error)
+        long = SamplingSettings(temperature=0, max_new_tokens=400)
+        view = house.say("Hi", None, long)
+        assert (view.messages[-1].status, view.messages[-1].finish_reason) == ("stopped", "memory")
+        assert view.conversation.cache_kind is None
 
 
 def test_room_that_is_too_large_for_the_budget_is_taken_step_by_step(tmp_path: Path, anywhere: None) -> None:

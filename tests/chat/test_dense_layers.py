@@ -264,8 +264,8 @@ def test_a_cache_that_is_let_go_is_not_kept_alive() -> None:
         gc.enable()
 
 
-def test_layers_that_only_read_others_rows_are_left_out_of_the_turn() -> None:
-    """Else nothing would be fetched for the first layer of the next pass."""
+def test_a_real_model_finds_all_rows_fetched_also_the_first_layers_in_the_next_pass() -> None:
+    """Layers that only read others' rows are left out of the turn."""
     cache = KVCache(
         tiny_model("gemma4_text", layer_types=["full_attention"] * 4).model, CacheSettings(kind="offloaded")
     )
