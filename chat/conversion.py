@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from cache_store.records import Conversation
-from chat.disk import DiskCaches
+from chat.disk import DiskCaches, states_at_ends
 from chat.errors import MemoryLimit
 from chat.kv_cache import KVCache
 from chat.layers.kinds import have_same_rows
@@ -38,15 +38,16 @@ def converted(
     num_saved, num_loaded = 0, 0
     if have_same_rows(cache.settings, lent.cache.settings):
         num_saved = lent.num_saved  # what the disk has of it is what it holds itself
-    elif disk is not None and cache.has_rows():
+    elif disk is not None:
         cache, num_loaded = _with_saved_rows(live, disk, cache, lent, conversation, new_cache)
         num_saved = num_loaded
-    try:
-        live.make_room(lent.cache.nbytes_to_turn(cache))
-    except MemoryLimit as limit:
-        log.info("a cache is not converted: %s", limit)
-        return None
-    cache = lent.cache.turned_into(cache)
+    if len(cache) < len(lent.cache):
+        try:
+            live.make_room(lent.cache.nbytes_to_turn(cache))
+        except MemoryLimit as limit:
+            log.info("a cache is not converted: %s", limit)
+            return None
+        cache = lent.cache.turned_into(cache)
     num_from_disk = max(num_loaded, lent.num_from_disk)
     return replace(lent, cache=cache, num_saved=num_saved, num_from_disk=num_from_disk)
 
@@ -59,7 +60,8 @@ def _with_saved_rows(
     conversation: Conversation,
     new_cache: Callable[[], KVCache],
 ) -> tuple[KVCache, int]:
-    """The empty cache with what the disk has of the wanted kind, and how many tokens that is."""
+    """The empty cache with what the disk has of the wanted kind, and how many tokens that is. States, where
+    the model has any, are still to come from the lent cache, unless the disk has those of its very end."""
     token_ids = lent.cache.token_ids
     chain = disk.find(conversation.owner, conversation.id, token_ids, wait=True)
     if not chain.num_tokens:
@@ -69,5 +71,6 @@ def _with_saved_rows(
     except MemoryLimit:
         return cache, 0
     cache.reserve(len(token_ids))
-    loaded = disk.load(cache, chain, token_ids, conversation.id, new_cache).cache
+    rows_only = not cache.has_rows() and states_at_ends(chain).num_tokens < len(token_ids)
+    loaded = disk.load(cache, chain, token_ids, conversation.id, new_cache, rows_only=rows_only).cache
     return loaded, len(loaded)

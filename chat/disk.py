@@ -87,18 +87,20 @@ class DiskCaches:
         token_ids: Sequence[int],
         conversation_id: str,
         new_cache: Callable[[], KVCache],
+        *,
+        rows_only: bool = False,
     ) -> Loaded:
         """Bring `cache`, which holds some beginning of `token_ids`, as far along `chain` as files allow.
 
         A cache with states is put back, fresh, at the newest end of a segment whose state is there; the given
-        one is returned as it was when no such end lies behind its own. A file that the system does not let
-        us read counts as damaged, but is left where it is.
+        one is returned as it was when no such end lies behind its own. With `rows_only` its states come from
+        elsewhere. A file that the system does not let us read counts as damaged, but is left where it is.
         """
         given, wanted, num_kept = cache, token_ids[: chain.num_tokens], len(cache)
         num_damaged, is_refused = 0, False
         while chain.links:
             owner = chain.links[0].segment.owner
-            if not given.has_rows():
+            if not rows_only and not given.has_rows():
                 chain = states_at_ends(chain)
                 if chain.num_tokens <= len(given):
                     break
@@ -106,7 +108,7 @@ class DiskCaches:
             missing = [link for link in chain.links if link.end > len(cache)]
             if cache is given:
                 num_kept = min(num_kept, *(link.segment.start for link in missing), len(cache))
-            outcome = self._load_links(cache, missing, token_ids)
+            outcome = self._load_links(cache, missing, token_ids, rows_only=rows_only)
             if outcome is None:
                 self._use(conversation_id, chain)
                 return Loaded(cache, num_kept, num_damaged + is_refused)
@@ -195,7 +197,9 @@ class DiskCaches:
         """Whether rows computed with these fields differ from ours in their kind of cache at most."""
         return without_kind(fields) == without_kind(self._fields)
 
-    def _load_links(self, cache: KVCache, links: Sequence[Link], token_ids: Sequence[int]) -> Obstacle | None:
+    def _load_links(
+        self, cache: KVCache, links: Sequence[Link], token_ids: Sequence[int], *, rows_only: bool
+    ) -> Obstacle | None:
         """Read links, several at a time, and adopt those before the first that is no good; None when all of
         it is there, else what stood in the way."""
         if not links:
@@ -206,7 +210,10 @@ class DiskCaches:
         if obstacle is not None:
             return obstacle
         with ThreadPoolExecutor(NUM_READERS, "reader") as readers:
-            reads = [readers.submit(self._read, cache, link, with_state=link is links[-1]) for link in links]
+            reads = [
+                readers.submit(self._read, cache, link, with_state=not rows_only and link is links[-1])
+                for link in links
+            ]
             good: list[tuple[Link, States | None]] = []
             for link, read in zip(links, reads, strict=True):
                 obstacle = self._obstacle(link, read.result)

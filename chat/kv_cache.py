@@ -222,8 +222,8 @@ class KVCache:
 
     @torch.inference_mode()
     def turned_into(self, other: KVCache, room_for: int = 0) -> KVCache:
-        """As `converted_to`, into a cache that is empty or, where no layer has a state, holds the first of
-        these tokens already. This cache is used up: each layer lets go of its rows as soon as they are
+        """As `converted_to`, into a cache that is empty or holds the rows of the first of these tokens, and
+        no states yet. This cache is used up: each layer lets go of its rows as soon as they are
         converted, so that the two never stand whole beside each other (see `nbytes_to_turn`)."""
         for layer in self._convert_layers(other, room_for):
             if isinstance(layer, RowLayer):

@@ -89,6 +89,32 @@ def counted(fetcher: Prefetcher) -> Generator[Copies]:
         chat.layers.prefetch.copy_rows = copy_rows
 
 
+class LatePrefetcher(Prefetcher):
+    """Copies ahead as late as a stream of its own may: when somebody waits for it."""
+
+    def __init__(self, workspace: Workspace) -> None:
+        super().__init__(workspace)
+        self._pending: list[tuple[Any, Any, int]] = []
+
+    @contextmanager
+    def _beside(self, device: torch.device, place: Any) -> Generator[None]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(chat.layers.prefetch, "copy_rows", lambda *args: self._pending.append(args))
+            yield
+
+    def _wait_for_copies(self, device: torch.device) -> None:
+        while self._pending:
+            chat.layers.prefetch.copy_rows(*self._pending.pop(0))
+
+
+PREFETCHERS: dict[str, Callable[[], Prefetcher]] = {
+    "shared": prefetcher,
+    "apart": lambda: prefetcher(shared=False),
+    "late": lambda: LatePrefetcher(Workspace(shared=True)),
+    "late, apart": lambda: LatePrefetcher(Workspace(shared=False)),
+}
+
+
 def chain(number: int, fetcher: Prefetcher) -> list[OffloadedLayer]:
     layers = [OffloadedLayer(STEP, fetcher) for _ in range(number)]
     in_turn(layers)
@@ -192,12 +218,13 @@ def test_running_out_of_memory_while_growing_leaves_an_offloaded_layer_that_can_
 # fetching ahead
 
 
-@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("make", PREFETCHERS.values(), ids=PREFETCHERS.keys())
 @pytest.mark.parametrize("num_layers", [1, 2, 3, 5])
-def test_every_layer_sees_its_own_rows_pass_after_pass(num_layers: int, shared: bool) -> None:
+def test_every_layer_sees_its_own_rows_pass_after_pass(
+    num_layers: int, make: Callable[[], Prefetcher]
+) -> None:
     """Two places for all layers, used in turn; also when pieces differ, or layers are cropped between."""
-    fetcher = prefetcher(shared=shared)
-    layers = chain(num_layers, fetcher)
+    layers = chain(num_layers, make())
     for number, count in enumerate((20, 1, 1, 7, 40, 1)):
         one_pass(layers, count, 100_000 * number)
     for kept in (50, 13):
@@ -218,9 +245,10 @@ def test_while_decoding_all_rows_are_there_before_they_are_wanted() -> None:
     assert (copies.ahead, copies.late) == (21 + 21 + 22, 0)
 
 
-def test_what_was_fetched_for_another_cache_is_never_used() -> None:
+@pytest.mark.parametrize("make", PREFETCHERS.values(), ids=PREFETCHERS.keys())
+def test_what_was_fetched_for_another_cache_is_never_used(make: Callable[[], Prefetcher]) -> None:
     """Two chats take turns with one prefetcher."""
-    fetcher = prefetcher()
+    fetcher = make()
     one, other = chain(2, fetcher), chain(2, fetcher)
     for number in range(4):
         one_pass(one, 5, 1000 * number)

@@ -124,8 +124,17 @@ def test_back_at_an_earlier_kind_its_rows_come_from_the_disk(house: House, resta
     house.check(chat)
 
 
-def test_converted_rows_go_on_where_the_disk_ends_so_that_a_restart_changes_nothing(house: House) -> None:
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "lfm2", "falcon_h1"])
+def test_converted_rows_go_on_where_the_disk_ends_so_that_a_restart_changes_nothing(
+    tmp_path: Path, name: str
+) -> None:
     """Law 3: packed, dense, packed again; the live cache holds byte for byte what is on disk."""
+    whole_characters = dictated(*[40] * 999)
+    with House(tmp_path, tiny_model(name), max_disk_bytes=DISK) as house, whole_characters:
+        _change_there_and_back(house)
+
+
+def _change_there_and_back(house: House) -> None:
     chat = talk(house, kind="native8")
     house.chats.set_cache_kind(OWNER, chat, "dynamic")
     go_on(house, chat)
