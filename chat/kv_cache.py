@@ -196,7 +196,7 @@ class KVCache:
         copy = KVCache(self._model, settings or self._settings)
         copy.reserve(room_for)
         for source, target in zip(self._rows, copy._rows, strict=True):
-            _copy_rows(source, target, min(num_tokens, source.num_tokens), self._model.device)
+            _copy_rows(source, target, min(num_tokens, source.num_tokens))
         copy._token_ids = self._token_ids[:num_tokens]
         copy._idle = self._idle
         copy.check()
@@ -247,7 +247,7 @@ class KVCache:
         other.reserve(max(room_for, len(self)))
         for source, target in zip(self._cache.layers, other._cache.layers, strict=True):
             if isinstance(source, RowLayer) and isinstance(target, RowLayer):
-                _copy_rows(source, target, source.num_tokens, self._model.device)
+                _copy_rows(source, target, source.num_tokens)
             if has_state(source) and self._token_ids:
                 put_back(target, state_of(source), len(self))
             yield source
@@ -373,9 +373,10 @@ def _crop_layer(layer: object, num_tokens: int) -> None:
         layer.crop(num_tokens - layer.get_seq_length())
 
 
-def _copy_rows(source: RowLayer, target: RowLayer, num_tokens: int, device: torch.device) -> None:
-    """Add of the first rows of `source` those that `target` lacks: in their form, or packed on the device."""
-    start = target.num_tokens
+def _copy_rows(source: RowLayer, target: RowLayer, num_tokens: int) -> None:
+    """Add of the first rows of `source` those that `target` lacks: in their form, or packed where attention
+    runs."""
+    start, device = target.num_tokens, source.device
     if type(source) is type(target) and not start:
         target.copy_from(source, num_tokens)
     elif start < num_tokens:

@@ -56,7 +56,8 @@ class OffloadedLayer(GrowingLayer):
         self._show(end)
         following = self._next() if self._next is not None else None
         if following is not None and following.num_tokens:
-            self._prefetcher.fetch_ahead(following, num_new, device)
+            assert following.device is not None
+            self._prefetcher.fetch_ahead(following, num_new, following.device)
         return rows["keys"][None], rows["values"][None]
 
     def append(self, key_states: Tensor, value_states: Tensor) -> None:
