@@ -7,6 +7,8 @@ be neither cropped nor saved one by one.
 
 from __future__ import annotations
 
+import os
+import sys
 import warnings
 from importlib import import_module
 from typing import Any
@@ -15,6 +17,8 @@ import torch
 from torch import Tensor
 
 from chat.layers.affine import TINY, Fit
+
+_DISTUTILS = "SETUPTOOLS_USE_DISTUTILS"
 
 
 def hqq_fit() -> Fit:
@@ -54,7 +58,15 @@ def quanto_fit() -> Fit:
 
 def _imported(name: str) -> Any:
     """What these libraries warn of while they are imported (both use parts of Python that are on their way
-    out) is for their authors."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return import_module(name)
+    out) is for their authors. They import setuptools, which refuses where Python's own distutils was
+    imported by anything else before, unless it is told to leave that alone."""
+    before = os.environ.get(_DISTUTILS)
+    if "distutils" in sys.modules and before is None:
+        os.environ[_DISTUTILS] = "stdlib"
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return import_module(name)
+    finally:
+        if before is None:
+            os.environ.pop(_DISTUTILS, None)

@@ -54,10 +54,9 @@ def test_a_chat_becomes_smaller_in_the_middle_and_nothing_is_read_again(
     section.get_by_role("button", name="Cancel").click()
 
     profiles.server_goes_away()
-    tab.mark()
     app.stop()
     app.start()
-    tab.wait_until_loaded_again()
+    tab.reload()
     tab.ask("And a painter?")
     expect(tab.stats.last).to_have_text(FROM_DISK)
     expect(tab.stats.last).not_to_have_text(AGAIN)
