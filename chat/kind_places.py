@@ -17,7 +17,7 @@ from chat.divergence import Decode
 from chat.errors import KindUnavailable
 from chat.kind_ladder import OFFLOADED, next_smaller
 from chat.kv_cache import KVCache
-from chat.layers.kinds import Availability, availability, codec_for, parameters
+from chat.layers.kinds import Availability, availability, codec_for, is_exact, parameters
 from chat.layers.sizes import CacheCost, cache_cost
 from chat.live_caches import LiveCaches
 from chat.model import LoadedModel
@@ -54,7 +54,7 @@ class KindPlaces:
         self._decode = decode
         self._made: dict[CacheKind, Places] = {}
         self._known: dict[CacheKind, Availability] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     @property
     def default_kind(self) -> CacheKind:
@@ -120,4 +120,11 @@ class KindPlaces:
         disk = self._disk
         if disk is not None and settings != self._settings:
             disk = disk.of_kind(parameters(settings))
-        return Places(self._live, disk, lambda: KVCache(self._loaded.model, settings), self._decode, settings)
+        return Places(
+            self._live,
+            disk,
+            lambda: KVCache(self._loaded.model, settings),
+            self._decode,
+            settings,
+            None if is_exact(settings.kind) else self.of_kind("dynamic"),
+        )

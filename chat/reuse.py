@@ -62,13 +62,15 @@ class Start:
 @dataclass(frozen=True, slots=True)
 class Places:
     """Where caches of one kind come from: those in RAM, those on disk (None: saving is off), and new ones.
-    `decode` turns ids into the text shown for a divergence."""
+    `decode` turns ids into the text shown for a divergence. `dense`: where dense ones come from, of which
+    these can be made; None where these are dense themselves."""
 
     live: LiveCaches
     disk: DiskCaches | None
     new_cache: Callable[[], KVCache]
     decode: Decode
     settings: CacheSettings
+    dense: Places | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,9 +153,11 @@ def _take(
     places: Places, conversation: Conversation, path: Sequence[Message], prompt: Prompt
 ) -> tuple[LiveCache | None, str]:
     """The conversation's cache, lent, in the kind that is wanted now; and how the kind changed since its last
-    turn, in words. A cache of another kind that cannot be converted is given up, once the prompt's cache is
-    known to fit. Raises MemoryLimit."""
+    turn, in words. Where there is none, dense rows on disk become one. A cache of another kind that cannot be
+    converted is given up, once the prompt's cache is known to fit. Raises MemoryLimit."""
     lent = places.live.take(conversation.id)
+    if lent is None:
+        lent = _saved_dense(places, conversation, prompt.token_ids[:-1])
     if lent is None or lent.cache.settings == places.settings:
         return lent, _kind_changed(places, _kind_before(path))
     setting = _kind_changed(places, lent.cache.settings.kind)
@@ -168,6 +172,41 @@ def _take(
         places.live.forget(conversation.id, "failed")
         raise
     return turned, setting
+
+
+def _saved_dense(places: Places, conversation: Conversation, usable_ids: Sequence[int]) -> LiveCache | None:
+    """Dense rows from the disk, where it has more of them than there are of the wanted kind, and memory has
+    room."""
+    chain = _dense_chain(places, conversation, usable_ids, wait=True)
+    if chain is None or places.dense is None or places.dense.disk is None:
+        return None
+    cache = places.dense.new_cache()
+    try:
+        places.live.make_room(cache.nbytes_for(chain.num_tokens))
+    except MemoryLimit:
+        return None
+    cache.reserve(chain.num_tokens)
+    loaded = places.dense.disk.load(cache, chain, usable_ids, conversation.id, places.dense.new_cache)
+    return LiveCache(
+        conversation.owner,
+        loaded.cache,
+        conversation.system_prompt,
+        is_warmed=True,
+        num_from_disk=len(loaded.cache),
+        num_damaged_files=loaded.num_damaged_files,
+    )
+
+
+def _dense_chain(
+    places: Places, conversation: Conversation, usable_ids: Sequence[int], *, wait: bool
+) -> Chain | None:
+    """What the disk has of these tokens in dense rows; None when there is no less of the wanted kind."""
+    if places.dense is None:
+        return None
+    dense = _saved_beginning(places.dense, conversation, usable_ids, 0, wait=wait)
+    live = places.live.num_usable(conversation.owner, places.settings, conversation.id, usable_ids)
+    packed = _saved_beginning(places, conversation, usable_ids, live, wait=False)
+    return dense if dense.num_tokens > max(live, packed.num_tokens) else None
 
 
 def _kind_before(path: Sequence[Message]) -> str:
@@ -253,7 +292,10 @@ def num_remembered(places: Places, conversation: Conversation, usable_ids: Seque
     """How many of these tokens, a prompt without its last one, `start_turn` would find, without lending or
     loading anything. What is lent to a reply that is being written is not seen. From any thread."""
     live = places.live.num_usable(conversation.owner, places.settings, conversation.id, usable_ids)
-    return max(live, _saved_beginning(places, conversation, usable_ids, live, wait=False).num_tokens)
+    saved = _saved_beginning(places, conversation, usable_ids, live, wait=False)
+    if not places.live.holds(conversation.id):
+        saved = _dense_chain(places, conversation, usable_ids, wait=False) or saved
+    return max(live, saved.num_tokens)
 
 
 def _saved_beginning(

@@ -83,6 +83,42 @@ def test_dense_rows_are_converted_and_nothing_is_read_again(house: House, kind: 
     assert kind_of(house, chat) == kind
 
 
+@pytest.mark.parametrize("name", ["llama", "lfm2"])
+def test_dense_rows_on_disk_are_converted_when_nobody_warmed_the_chat(tmp_path: Path, name: str) -> None:
+    """Law 1, also behind what was said in the other kind before; and what the menu says is what happens."""
+    whole_characters = dictated(*[40] * 999)
+    with House(tmp_path, tiny_model(name), max_disk_bytes=DISK) as house, whole_characters:
+        chat = talk(house)
+        held = len(house.kept()[chat].cache)
+        house.restart()
+        house.chats.set_cache_kind(OWNER, chat, "native4")
+        menu = house.chats.kind_menu(OWNER, chat)
+        assert menu is not None
+        cost = next(each.cost for each in menu.kinds if each.kind == "native8")
+        assert cost is not None
+        assert cost.num_tokens == 0
+        house.chats.set_cache_kind(OWNER, chat, "native8")
+        told = go_on(house, chat)
+        assert (told.num_disk_tokens, told.num_live_tokens, told.num_read_again) == (held, 0, 0)
+        rows = house.kept()[chat].cache.rows_out(0)
+        house.restart()
+        house.chats.warm(OWNER, chat)
+        assert house.worker.wait_until_idle(60)
+        for each, tensor in house.kept()[chat].cache.rows_out(0).items():
+            assert torch.equal(tensor, rows[each]), each
+        assert go_on(house, chat).num_read_again == 0
+
+
+def test_without_room_for_dense_rows_from_the_disk_the_text_is_read_again(house: House) -> None:
+    chat = talk(house, num_turns=3)
+    house.restart()
+    house.live.max_bytes = 100 * house.loaded.kv_bytes_per_token
+    house.chats.set_cache_kind(OWNER, chat, "native4")
+    told = go_on(house, chat)
+    assert told.num_disk_tokens == 0
+    assert told.reasons["fingerprint"] > 0
+
+
 @pytest.mark.parametrize("old", HERE[1:])
 @pytest.mark.parametrize("new", HERE)
 def test_any_other_change_reads_what_the_disk_does_not_have_and_says_why(
