@@ -376,11 +376,11 @@ def _crop_layer(layer: object, num_tokens: int) -> None:
 def _copy_rows(source: RowLayer, target: RowLayer, num_tokens: int) -> None:
     """Add of the first rows of `source` those that `target` lacks: in their form, or packed where attention
     runs."""
-    start, device = target.num_tokens, source.device
+    start = target.num_tokens
     if type(source) is type(target) and not start:
         target.copy_from(source, num_tokens)
     elif start < num_tokens:
-        rows = source.room(start, num_tokens)
+        rows, device = source.room(start, num_tokens), source.device
         if source.part_names == target.part_names:
             target.take_copies(rows, device)
         else:
