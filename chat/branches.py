@@ -43,7 +43,7 @@ class Branches(Questions):
         if message.text == text and message.status != "running":
             raise NothingToDo("The text is the same as before; nothing was changed.")
         session = self._worker.session
-        token_ids = session.ids_of_reply(text) if session is not None else ()
+        token_ids = session.wording.ids_of_reply(text) if session is not None else ()
         with self._alone(message.conversation_id):
             self._store.add_edited_reply(
                 owner, message_id, text=text, token_ids=token_ids, keep_rest=keep_rest

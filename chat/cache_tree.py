@@ -228,7 +228,7 @@ def _usage(segments: Segments | None, nodes: Iterable[SegmentNode], session: Cha
         number for number, fields in made_with.items() if without_kind(fields) != without_kind(ours)
     )
     unreadable = (number for number in other if made_with[number].get("tokenizer") != ours.get("tokenizer"))
-    return _Usage(session.words, other, frozenset(unreadable), kinds)
+    return _Usage(session.wording.words, other, frozenset(unreadable), kinds)
 
 
 def _members(nodes: Sequence[SegmentNode], other: Collection[int]) -> dict[str, list[Segment]]:

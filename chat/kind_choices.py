@@ -190,7 +190,7 @@ class KindChoices(Branches):
 
     def _measuring(self, kind: CacheKind) -> Callable[[ChatSession, Callable[[], bool]], bool]:
         def do(session: ChatSession, goes_on: Callable[[], bool]) -> bool:
-            token_ids = session.ids_of_text(probe_text())[:NUM_TOKENS]
+            token_ids = session.wording.ids_of_text(probe_text())[:NUM_TOKENS]
             dense, other = (session.kinds.of_kind(each).new_cache() for each in ("dynamic", kind))
             self._live.make_room(dense.nbytes_for(len(token_ids)) + other.nbytes_for(len(token_ids)))
             quality = measure(dense, other, token_ids, goes_on)

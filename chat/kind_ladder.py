@@ -55,5 +55,5 @@ def note_of(kind: CacheKind) -> str:
     """What the reply says about the step."""
     return (
         f"Memory ran out, so this chat's cache is kept as {name_of(kind)} from now on; nothing was lost, and"
-        " the drawer's Cache section changes it back"
+        " “Cache of this chat” in the drawer changes it back"
     )

@@ -21,8 +21,9 @@ from cache_store.records import Conversation, Message
 from chat.errors import ChatError, ModelError, ModelUnusable, QueueFull
 from chat.failure import log_and_release, named, sentence_for
 from chat.job import Job
+from chat.reply_writer import Delta, Ended
 from chat.reuse import Origin
-from chat.session import ChatSession, Delta, Ended
+from chat.session import ChatSession
 from chat.turn import Reading
 
 log = logging.getLogger(__name__)

@@ -7,13 +7,13 @@ from typing import Any, cast
 
 import pytest
 
-import chat.session
+import chat.reply_writer
 from cache_store.records import Beginning, Message
 from chat.chats import ChatView
 from chat.errors import ContextFull, NothingToDo
 from chat.job import Job
+from chat.reply_writer import Delta
 from chat.reuse import Origin
-from chat.session import Delta
 from chat.stats import TurnStats
 from tests.chat.passes import Passes, dictated, llama
 from tests.chat.replies import END, LONG, TOKENIZER, encode, held_reply, sampling, stop_in
@@ -145,7 +145,7 @@ def test_an_edited_reply_goes_on_from_its_last_word(house: House) -> None:
 def test_a_kill_while_a_reply_goes_on_loses_nothing_of_it(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chat.session, "SHOW_EVERY_S", 0.0)
+    monkeypatch.setattr(chat.reply_writer, "SHOW_EVERY_S", 0.0)
     for killed_after in (0, 1, 3):
         shorter = cut_reply(house).messages[-1]
         assert shorter.parent_id is not None

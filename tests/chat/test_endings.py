@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 import chat.layers
-import chat.session
+import chat.reply_writer
 from chat.chats import ChatView
 from tests.chat.passes import Passes, dictated
 from tests.chat.replies import (
@@ -158,7 +158,7 @@ def test_half_an_emoji_is_neither_stored_nor_left_in_the_cache(
 
 def test_a_reply_of_emoji_streams_and_is_stored_whole(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
     """C13: family, flag and skin tone included."""
-    monkeypatch.setattr(chat.session, "SHOW_EVERY_S", 0.0)
+    monkeypatch.setattr(chat.reply_writer, "SHOW_EVERY_S", 0.0)
     text = "😀👨‍👩‍👧‍👦🇩🇪👍🏽❤️" * 3
     with dictated(*encode(text), END):
         view = house.say("Go", sampling=sampling(max_new_tokens=400))

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import chat.layers.growing
-import chat.session
+import chat.reply_writer
 from cache_store.errors import DiskRefused
 from chat.reply_text import ReplyText
 from tests.chat.passes import CachesInMemory, Passes, dictated, llama, out_of_memory_in
@@ -141,7 +141,7 @@ def test_an_error_before_the_first_pass_does_not_lose_the_cache(
         raise ValueError("refused by a test")
 
     with monkeypatch.context() as patched:
-        patched.setattr(chat.session, name, refuse)
+        patched.setattr(chat.reply_writer, name, refuse)
         assert end_view(house.start("More", chat_id)).state == "failed"
     view = house.say("And?", chat_id)
     house.check(chat_id)
@@ -200,7 +200,7 @@ def test_a_disk_that_refuses_ends_the_reply_with_its_sentence(
     house: House, write: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """C31: the store's error, once; then the chat goes on."""
-    monkeypatch.setattr(chat.session, "SHOW_EVERY_S", 0.0)
+    monkeypatch.setattr(chat.reply_writer, "SHOW_EVERY_S", 0.0)
     original = getattr(house.store, write)
 
     def refuse(*_: object, **__: object) -> None:

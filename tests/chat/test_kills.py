@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 import torch
 
-import chat.session
+import chat.reply_writer
 from cache_store.database import Database
 from cache_store.records import Message
 from chat.disk import states_at_ends
@@ -170,7 +170,7 @@ def live_and_be_killed(
     loaded: LoadedModel, *, folder: str, scenario: str, kill_at: int, in_order: bool
 ) -> int:
     """How many steps there were, if the kill did not come."""
-    chat.session.SAVE_EVERY, chat.session.SHOW_EVERY_S = SAVE_EVERY, 0.0
+    chat.reply_writer.SAVE_EVERY, chat.reply_writer.SHOW_EVERY_S = SAVE_EVERY, 0.0
     if in_order:
         write_before_going_on()
     os.fsync = lambda _: None  # type: ignore[assignment]

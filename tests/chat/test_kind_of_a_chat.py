@@ -256,7 +256,7 @@ def test_a_branch_that_is_deleted_takes_its_rows_of_every_kind_along_and_no_othe
     house.chats.delete_branch(OWNER, view.messages[0].id)
     assert house.saver is not None
     assert house.segments is not None
-    words = [house.worker.session.words(ids) for ids in all_ids(house)]  # pyright: ignore[reportOptionalMemberAccess]
+    words = [house.worker.session.wording.words(ids) for ids in all_ids(house)]  # pyright: ignore[reportOptionalMemberAccess]
     assert not any("bird" in text or "other one" in text for text in words)
     assert any("tree" in text for text in words)
     assert go_on(house, chat).num_read_again == 0

@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-import chat.session
+import chat.reply_writer
 from chat.model import LoadedModel
 from chat.settings import SamplingSettings
 from chat.stats import TurnStats
@@ -242,7 +242,7 @@ def test_a_live_cache_that_was_evicted_comes_back_from_disk(tmp_path: Path, llam
 def test_a_long_prompt_is_on_disk_before_its_reply_ends(tmp_path: Path, llama: LoadedModel) -> None:
     """What a crash would cost: at most `SAVE_EVERY` tokens, here made small."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(chat.session, "SAVE_EVERY", 32)
+        patched.setattr(chat.reply_writer, "SAVE_EVERY", 32)
         with house_of(tmp_path, llama) as house:
             chat_id = house.say("word " * 60).conversation.id
             house.saver.wait_for(chat_id, 60)  # pyright: ignore[reportOptionalMemberAccess]

@@ -12,10 +12,10 @@ from typing import Any, cast
 import pytest
 
 import chat.layers
-import chat.session
+import chat.reply_writer
 from chat.job import Job
+from chat.reply_writer import Delta, Ended
 from chat.reuse import Origin
-from chat.session import Delta, Ended
 from chat.settings import CacheSettings, SamplingSettings
 from tests.chat.passes import Passes, dictated, llama
 from tests.chat.replies import (
@@ -34,7 +34,7 @@ def test_what_is_shown_is_already_stored_and_a_kill_leaves_exactly_that(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """C27: killed after any piece, the chat opens with what a person had seen, ids and text in agreement."""
-    monkeypatch.setattr(chat.session, "SHOW_EVERY_S", 0.0)
+    monkeypatch.setattr(chat.reply_writer, "SHOW_EVERY_S", 0.0)
     with House(tmp_path, llama()) as house:
         for killed_after in (0, 1, 3, 6):
             conversation, turn = house.store.create_with_turn(
@@ -75,7 +75,7 @@ def test_a_token_costs_the_store_the_same_however_long_the_reply_is(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """C44: each piece holds what is new, and the statements per piece do not grow."""
-    monkeypatch.setattr(chat.session, "SHOW_EVERY_S", 0.0)
+    monkeypatch.setattr(chat.reply_writer, "SHOW_EVERY_S", 0.0)
     pieces: list[tuple[int, int, int, int]] = []
     num_statements = 0
     save, rows = house.store.save_progress, house.database.rows
@@ -104,8 +104,8 @@ def test_a_token_costs_the_store_the_same_however_long_the_reply_is(
 
 def test_updates_come_at_most_ten_times_a_second(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
     """C44: with the clock standing still only the first piece is shown before the end."""
-    monkeypatch.setattr(chat.session.time, "perf_counter", lambda: 100.0)
-    assert chat.session.SHOW_EVERY_S >= 0.1
+    monkeypatch.setattr(chat.reply_writer.time, "perf_counter", lambda: 100.0)
+    assert chat.reply_writer.SHOW_EVERY_S >= 0.1
     states: list[str] = []
     monkeypatch.setattr(Job, "publish", _recording(states, Job.publish))
     with dictated(*encode("All the dogs and you."), END):
