@@ -94,9 +94,11 @@ class OffloadedLayer(GrowingLayer):
         return torch.empty(shape, dtype=like.dtype, device=HOST, pin_memory=like.device.type == "cuda")
 
     def _settle(self) -> None:
-        """Wait until every row is back in the computer's memory."""
-        if self._written is not None:
-            self._written.synchronize()
+        """Wait until every row is back in the computer's memory. Several threads may: those that read files
+        into the rows behind."""
+        written = self._written
+        if written is not None:
+            written.synchronize()
             self._written = None
 
 

@@ -10,6 +10,7 @@ import gc
 import weakref
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -277,6 +278,28 @@ def test_models_whose_layers_look_at_each_others_rows_get_places_that_nobody_ove
     whole = [each.clone() for each in seen]
     one_pass(layers, 1, 9000)
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(seen, whole, strict=True))
+
+
+def test_a_thread_that_waits_for_rows_is_not_surprised_by_another_that_has_waited() -> None:
+    """Several threads read files into the rows behind: one may forget what the other is about to wait for."""
+    layer = OffloadedLayer(STEP, prefetcher())
+    layer.update(*states(4))
+    written = iter([SimpleNamespace(synchronize=lambda: None)])
+
+    class Hasty(OffloadedLayer):
+        """Whoever looks a second time finds that the other thread was faster."""
+
+        @property
+        def _written(self) -> Any:
+            return next(written, None)
+
+        @_written.setter
+        def _written(self, value: Any) -> None:
+            pass
+
+    layer.__class__ = Hasty
+    assert layer.room(0, 4)["keys"].shape == (HEADS, 4, HEAD_DIM)
+    assert next(written, None) is None, "it has waited"
 
 
 def test_a_cache_that_is_let_go_is_not_kept_alive() -> None:
