@@ -14,7 +14,7 @@ from gradio.themes.utils.colors import Color
 ASSETS = Path(__file__).parent / "assets"
 
 STYLES = ("base.css", "frame.css", "sidebar.css", "chat.css", "verbs.css", "composer.css", "drawer.css")
-SCRIPTS = ("page.js", "opening.js")
+SCRIPTS = ("page.js", "menu.js", "opening.js")
 
 EMBER = Color(
     *(

@@ -115,6 +115,27 @@ def test_an_edited_reply_keeps_what_follows_or_ends_the_chat(tab: ChatPage) -> N
     expect(tab.versions).to_contain_text("3/3")
 
 
+def test_words_of_an_edit_that_were_not_sent_survive_a_reload_and_another_chat(tab: ChatPage) -> None:
+    tab.ask("Name a flower.")
+    question = tab.rows.first
+    tab.tool(question, "Edit").click()
+    tab.editor.fill("Name a weed.")
+    tab.reload()
+    expect(tab.editor).to_have_value("Name a weed.")
+    tab.new_chat()
+    tab.open_entry("Name a flower.")
+    expect(tab.questions).to_have_count(1)
+    expect(tab.editor).to_have_count(0)
+    tab.tool(question, "Edit").click()
+    expect(tab.editor).to_have_value("Name a weed.")
+    tab.page.keyboard.press("Escape")
+    tab.tool(question, "Edit").click()
+    expect(tab.editor).to_have_value("Name a flower.")
+    tab.reload()
+    expect(tab.questions).to_have_count(1)
+    expect(tab.editor).to_have_count(0)
+
+
 def test_an_edit_that_is_empty_refused_or_given_up_changes_nothing(tab: ChatPage) -> None:
     """C16, C41."""
     tab.ask("Name a tree.")

@@ -63,6 +63,28 @@ function takeBack(text) {
   putBack = text;
 }
 
+// Words in an editor that were not sent: they survive another chat, another version and a reload.
+const EDITS = "keepwarm.edits";
+const drafts = new Map();
+let toOpen = null;
+try {
+  const kept = JSON.parse(sessionStorage.getItem(EDITS)) || { texts: [] };
+  kept.texts.forEach(([id, text]) => drafts.set(id, text));
+  toOpen = kept.open;
+  sessionStorage.removeItem(EDITS);
+} catch { /* private mode */ }
+window.addEventListener("pagehide", () => {
+  const open = desk?.kind === "edit" && drafts.has(desk.id) ? desk.id : null;
+  try { if (drafts.size) sessionStorage.setItem(EDITS, JSON.stringify({ open, texts: [...drafts] })); } catch { /* private mode */ }
+});
+
+function openAgain() {
+  const mark = kw.marks.rows?.[rowOf(toOpen)];
+  if (!mark) return;
+  toOpen = null;
+  queueMicrotask(() => editIt(mark));
+}
+
 // The desk
 
 function open(id, kind, ...children) {
@@ -78,6 +100,7 @@ function open(id, kind, ...children) {
 }
 
 function close() {
+  drafts.delete(desk?.id);
   desk = null;
   kw.repaint();
 }
@@ -114,6 +137,8 @@ function edit(id, text) {
   const area = el("textarea", { class: "kw-area", rows: "2", maxlength: LONGEST, "aria-label": isReply ? "Edit reply" : "Edit message" });
   area.value = text;
   const before = area.value;
+  if (drafts.has(id)) area.value = drafts.get(id);
+  area.addEventListener("input", () => (area.value === before ? drafts.delete(id) : drafts.set(id, area.value)));
   const save = (keepRest) => {
     if (!area.value.trim() || area.value === before) return leave();
     act(isReply ? "edit_reply" : "edit", id, { text: area.value, keepRest });
@@ -184,40 +209,10 @@ function tools(mark) {
   return el("span", { class: "kw-tools", role: "group", "aria-label": "Message" }, ...TOOLS.filter((tool) => tool.fits(mark)).map(each), more);
 }
 
-const menu = el("div", { class: "kw-menu", role: "menu", popover: "auto" });
-let opener = null;
-
 function showMenu(from, mark) {
   const items = (compact.matches ? [...TOOLS, ...MENU] : MENU).filter((item) => item.fits(mark));
-  menu.replaceChildren(...items.map(({ name, icon, run, danger }) =>
-    el("button", { type: "button", role: "menuitem", tabindex: "-1", class: danger ? "kw-danger" : null, onclick: () => { menu.hidePopover(); run(mark); } }, kw.icon(icon), name)));
-  if (!menu.isConnected) document.body.append(menu);
-  opener = from;
-  menu.showPopover();
-  placeMenu();
-  from.setAttribute("aria-expanded", "true");
-  menu.firstChild.focus({ preventScroll: true });
+  kw.showMenu(from, items.map((item) => ({ ...item, run: () => item.run(mark) })));
 }
-
-// Next to its button, also while the chat moves under it.
-function placeMenu() {
-  if (!menu.isConnected || !menu.matches(":popover-open") || !opener.isConnected) return;
-  const at = opener.getBoundingClientRect();
-  const isBelow = at.bottom + 6 + menu.offsetHeight < window.innerHeight - 8;
-  menu.style.top = `${isBelow ? at.bottom + 6 : Math.max(8, at.top - 6 - menu.offsetHeight)}px`;
-  menu.style.left = `${Math.max(8, Math.min(at.right - menu.offsetWidth, window.innerWidth - menu.offsetWidth - 8))}px`;
-}
-
-menu.addEventListener("toggle", (event) => event.newState === "closed" && opener?.setAttribute("aria-expanded", "false"));
-menu.addEventListener("keydown", (event) => {
-  const items = [...menu.children];
-  const at = items.indexOf(document.activeElement);
-  const to = { ArrowDown: at + 1, ArrowUp: at - 1 + items.length, Home: 0, End: items.length - 1 }[event.key];
-  if (event.key === "Escape" || event.key === "Tab") menu.hidePopover();
-  if (event.key === "Escape" || to !== undefined) event.preventDefault();
-  if (to !== undefined) items[to % items.length].focus();
-});
-document.addEventListener("scroll", placeMenu, { capture: true, passive: true });
 
 // Undo and redo
 
@@ -244,12 +239,15 @@ kw.verbs = {
   tools,
   // What is open under this message, as a key for marks.js and a node that stays the same one.
   deskOf: (mark) => (desk && mark && desk.id === mark.id ? desk : null),
-  forget: () => { if (desk && rowOf(desk.id) < 0) desk = null; },
+  forget: () => {
+    if (desk && rowOf(desk.id) < 0) desk = null;
+    if (toOpen) openAgain();
+  },
 };
 document.addEventListener("keepwarm:shown", (event) => {
   if (!event.detail.moved) return;
   desk = null;
-  if (menu.isConnected) menu.hidePopover();
+  kw.hideMenu();
 });
 watch("value", () => hear(told()));
 // The events of this part, for Gradio: "regenerate" "edit" "edit_reply" "go_on" "text" "fork" "delete_branch" "version" "undo" "redo"
