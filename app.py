@@ -156,7 +156,7 @@ def check_cache_kind(kind: CacheKind, device: DeviceName) -> None:
     if not found.is_available:
         how = f"run `{found.install}`, or choose" if found.install else "choose"
         raise UsageError(
-            f"--cache-kind {kind} cannot be had here: {found.reason} To go on, {how} another one."
+            f"--cache-kind {kind} cannot be had here, because {found.because}; {how} another kind."
         )
     try:
         codec_for(CacheSettings(kind=kind))

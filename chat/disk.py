@@ -25,15 +25,13 @@ from chat.layers.kinds import CACHE_FIELD
 from chat.live_caches import LiveCache
 from chat.row_reader import States
 from chat.saver import NewRows, Saver
+from chat.stats import CACHE_KIND
 
 log = logging.getLogger(__name__)
 
 Obstacle = Literal["damaged", "unreadable", "no state"]
 
 NOTHING = Chain((), False)
-CACHE_KIND = "cache kind"
-"""What the fingerprint's part about the cache is called before people."""
-
 NUM_READERS = min(4, os.cpu_count() or 1)
 """Files that are read at once: what costs is less the disk than memory that the system hands out anew."""
 

@@ -105,7 +105,7 @@ class KindChoices(Branches):
         found = session.kinds.availability(kind) if session is not None else Availability()
         if not found.is_available:
             raise KindUnavailable(
-                f"{name_of(kind).capitalize()} cannot be used here: {found.reason.rstrip('.')}; nothing was"
+                f"{name_of(kind).capitalize()} cannot be used here, because {found.because}; nothing was"
                 " changed, choose another kind."
             )
 

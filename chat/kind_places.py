@@ -76,8 +76,8 @@ class KindPlaces:
             found = self.availability(chosen)
             if found.is_available:
                 return KindInUse(chosen)
-            why = f"its cache kind {chosen} cannot be had here: {found.reason.rstrip('.')}"
-        return KindInUse(default, f"This chat uses {default}, because {why}; nothing of it was lost.")
+            why = f"its cache kind {chosen} cannot be had here, because {found.because}"
+        return KindInUse(default, f"This chat uses {default}: {why}; nothing of it was lost.")
 
     def of(self, conversation: Conversation) -> Places:
         """Where the next turn's cache comes from."""

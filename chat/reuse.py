@@ -13,7 +13,7 @@ from itertools import takewhile
 
 from cache_store.records import EDITED, Chain, Conversation, Message
 from chat.conversion import converted
-from chat.disk import CACHE_KIND, NOTHING, DiskCaches, changed, states_at_ends
+from chat.disk import NOTHING, DiskCaches, changed, states_at_ends
 from chat.divergence import Decode, divergence_of
 from chat.errors import MemoryLimit
 from chat.kv_cache import KVCache
@@ -22,7 +22,7 @@ from chat.live_caches import LiveCache, LiveCaches
 from chat.prompt import Prompt
 from chat.rollback import rolled_back
 from chat.settings import CacheSettings
-from chat.stats import Divergence, Reason, TurnStats
+from chat.stats import CACHE_KIND, Divergence, Reason, TurnStats
 
 ONLY_NEW: frozenset[Reason] = frozenset({"new", "boundary"})
 """Reasons that need no explanation: nothing that was read before was changed or lost."""
@@ -372,5 +372,5 @@ def _why_left(lent: LiveCache, conversation: Conversation, path: Sequence[Messag
     this very past: then only the template can have rendered it differently. Otherwise it belongs to another
     branch."""
     if lent.system_prompt != conversation.system_prompt:
-        return "edited"
+        return "system_prompt"
     return "template" if lent.was_read_for(path) else "evicted"

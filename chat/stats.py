@@ -18,6 +18,7 @@ Reason = Literal[
     "edited",
     "boundary",
     "template",
+    "system_prompt",
     "evicted",
     "restart",
     "fingerprint",
@@ -28,17 +29,30 @@ Reason = Literal[
 ]
 """Why a token was read. First times: `new` text; text of an `edited` message. Always: the one token at the
 `boundary`, fed again to get the first logits when all else is remembered. Again: the `template` rendered
-the past differently; its cache was `evicted` to stay within a budget; the app was `restart`ed before it
-was saved; what is saved has another `fingerprint` (model, dtype, template, …); a saved file is `damaged`;
-the model's layers are `not_croppable`; the last turn `failed` and its cache was dropped; saving is `off`, so
-that a restart forgot it."""
+the past differently; the `system_prompt` before all else was changed; its cache was `evicted` to stay within
+a budget; the app was `restart`ed before it was saved; what is saved has another `fingerprint` (model, dtype,
+template, …); a saved file is `damaged`; the model's layers are `not_croppable`; the last turn `failed` and
+its cache was dropped; saving is `off`, so that a restart forgot it."""
 
 READ_AGAIN: frozenset[Reason] = frozenset(
-    {"template", "evicted", "restart", "fingerprint", "damaged", "not_croppable", "failed", "off"}
+    {
+        "template",
+        "system_prompt",
+        "evicted",
+        "restart",
+        "fingerprint",
+        "damaged",
+        "not_croppable",
+        "failed",
+        "off",
+    }
 )
 """The reasons that count as reading a second time (law 1)."""
 
 REASONS: tuple[Reason, ...] = get_args(Reason)
+
+CACHE_KIND = "cache kind"
+"""What the fingerprint's part about the cache is called before people, in `TurnStats.changed_setting`."""
 
 
 @dataclass(frozen=True, slots=True)

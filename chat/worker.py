@@ -289,6 +289,7 @@ class Worker:
         try:
             session = self._load()
         except ModelError as expected:
+            log.error("%s", expected)  # who started the app looks at the terminal
             error = expected
         except BaseException as unexpected:  # the page must say why, whatever it was
             log.exception("the model could not be loaded")

@@ -228,14 +228,18 @@ def test_a_cache_kind_that_cannot_be_had_ends_in_one_sentence_and_code_2(
     monkeypatch.setattr(os, "environ", dict(os.environ))
     assert app.main(["--data-dir", str(tmp_path), "--port", "0", "--cache-kind", "hqq4"]) == 2
     told = capsys.readouterr().err
-    assert told.startswith("--cache-kind hqq4 cannot be had here: The package hqq is not installed.")
+    assert told.startswith(
+        "--cache-kind hqq4 cannot be had here, because the package hqq is not installed; run"
+    )
     assert "pip install -r requirements-quant.txt" in told
     assert len(told.splitlines()) == 1
     words = ["--data-dir", str(tmp_path), "--port", "0", "--device", "cpu", "--cache-kind", "offloaded"]
     assert app.main(words) == 2
     told = capsys.readouterr().err
-    assert told.startswith("--cache-kind offloaded cannot be had here: It spares the memory of a CUDA device")
-    assert told.endswith("To go on, choose another one.\n")
+    assert told.startswith(
+        "--cache-kind offloaded cannot be had here, because it spares the memory of a CUDA device"
+    )
+    assert told.endswith("; choose another kind.\n")
 
 
 def test_libraries_are_told_to_keep_quiet_and_to_keep_files_private(tmp_path: Path) -> None:

@@ -122,7 +122,10 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
         "the model on one device, or, where that is too small, also on other GPUs, in memory and on disk",
     )
     parser.add_argument(
-        "--system-prompt", default="", metavar="TEXT", help="how every new chat begins; none by default"
+        "--system-prompt",
+        default="",
+        metavar="TEXT",
+        help="how every new chat begins; the model's own by default",
     )
     parser.add_argument("--offline", action="store_true", help="use only what is on this machine already")
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from chat.stats import Reason, TurnStats
+from chat.stats import CACHE_KIND, Reason, TurnStats
 
 WHY_AGAIN: dict[Reason, str] = {
     "template": "the chat template rewrote what came before",
-    "evicted": "the space was needed by another chat",
+    "system_prompt": "the system prompt was changed",
+    "evicted": "it had been removed to save space",
     "restart": "the app was restarted before it was saved",
     "fingerprint": "what is saved was made by another model or setting",
     "damaged": "a cache file was damaged",
@@ -39,11 +40,18 @@ def stats_line(stats: TurnStats) -> str:
 def read_again(stats: TurnStats) -> str:
     """Which tokens were read once more, and why, in plain words; empty when none were."""
     clauses = [
-        _damage(stats) if reason == "damaged" else f"{stats.reasons[reason]:,} read again: {why}"
-        for reason, why in WHY_AGAIN.items()
+        _damage(stats)
+        if reason == "damaged"
+        else f"{stats.reasons[reason]:,} read again: {_why(reason, stats)}"
+        for reason in WHY_AGAIN
         if stats.reasons.get(reason, 0) > 0
     ]
     return "; ".join(clauses)
+
+
+def _why(reason: Reason, stats: TurnStats) -> str:
+    is_kind = reason == "fingerprint" and stats.changed_setting.startswith(CACHE_KIND)
+    return "the kind of cache was changed" if is_kind else WHY_AGAIN[reason]
 
 
 def _damage(stats: TurnStats) -> str:
@@ -66,9 +74,11 @@ def stats_details(stats: TurnStats) -> list[tuple[str, str]]:
     for reason, label in WHAT_WAS_READ.items():
         if stats.reasons.get(reason, 0) > 0:
             rows.append((label, _tokens(stats.reasons[reason])))
-    for reason, why in WHY_AGAIN.items():
-        if stats.reasons.get(reason, 0) > 0:
-            rows.append((f"Read again: {why}", _tokens(stats.reasons[reason])))
+    rows += [
+        (f"Read again: {_why(reason, stats)}", _tokens(stats.reasons[reason]))
+        for reason in WHY_AGAIN
+        if stats.reasons.get(reason, 0) > 0
+    ]
     rows += _what_changed(stats)
     rows.append(("Reply", _tokens(stats.num_reply_tokens)))
     rows.append(("Waited in the queue", seconds(stats.queue_s)))

@@ -23,7 +23,9 @@ from chat.settings import CacheKind, CacheSettings
 CACHE_FIELD = "cache"
 """The part of a fingerprint that tells the kind of cache."""
 
-INSTALL_BACKENDS = "pip install -r requirements-quant.txt"
+_LITTLE_WORDS = frozenset({"The", "It", "Room"})
+
+INSTALL_BACKENDS = ".venv/bin/python -m pip install -r requirements-quant.txt"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,12 @@ class Availability:
     def is_available(self) -> bool:
         """No reason speaks against it."""
         return not self.reason
+
+    @property
+    def because(self) -> str:
+        """The reason as the end of a sentence: names keep their capital."""
+        first, _, rest = self.reason.rstrip(".").partition(" ")
+        return f"{first.lower() if first in _LITTLE_WORDS else first} {rest}"
 
 
 HQQ = Backend("hqq", "hqq")

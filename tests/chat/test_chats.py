@@ -159,12 +159,16 @@ def test_a_chat_is_named_after_its_first_message_and_keeps_a_chosen_name(house: 
     assert house.say("Hello", untitled.id).conversation.title == "Hello"
 
 
-def test_a_changed_system_prompt_is_read_and_named_as_an_edit(house: House) -> None:
-    chat_id = chat_of(house, 2).conversation.id
+def test_behind_a_changed_system_prompt_all_is_read_again_and_the_reason_named(house: House) -> None:
+    view = chat_of(house, 2)
+    chat_id, num_before = view.conversation.id, cast("int", last_stats(view)["num_cached_tokens"])
     house.chats.set_system_prompt(OWNER, chat_id, "Be brief.")
     view = house.say("More", chat_id)
     house.check(chat_id)
-    assert set(cast("dict[str, int]", last_stats(view)["reasons"])) <= {"edited", "new"}
+    stats = last_stats(view)
+    reasons, num_cached = cast("dict[str, int]", stats["reasons"]), cast("int", stats["num_live_tokens"])
+    assert reasons.keys() == {"system_prompt", "new"}
+    assert reasons["system_prompt"] == num_before - num_cached
     assert "Be brief." in TOKENIZER.decode(house.kept()[chat_id].cache.token_ids)
 
 

@@ -294,7 +294,7 @@ def test_a_thread_that_waits_for_rows_is_not_surprised_by_another_that_has_waite
             return next(written, None)
 
         @_written.setter
-        def _written(self, value: Any) -> None:
+        def _written(self, value: Any) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
             pass
 
     layer.__class__ = Hasty

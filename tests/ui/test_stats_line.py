@@ -64,8 +64,16 @@ def test_new_and_edited_text_is_not_called_read_again() -> None:
 def test_several_reasons_are_all_named() -> None:
     assert read_again(stats(0, 0, {"template": 3, "evicted": 1_200})) == (
         "3 read again: the chat template rewrote what came before; "
-        "1,200 read again: the space was needed by another chat"
+        "1,200 read again: it had been removed to save space"
     )
+
+
+def test_a_changed_kind_of_cache_is_named_as_such() -> None:
+    turn = stats(5, 0, {"fingerprint": 3}, changed_setting="cache kind was native4, is native8")
+    assert read_again(turn) == "3 read again: the kind of cache was changed"
+    assert "Read again: the kind of cache was changed" in dict(stats_details(turn))
+    turn = stats(5, 0, {"fingerprint": 3}, changed_setting="dtype was float32, is bfloat16")
+    assert read_again(turn) == "3 read again: what is saved was made by another model or setting"
 
 
 def test_every_reason_has_words_and_only_reading_again_has_a_why() -> None:

@@ -13,11 +13,16 @@ function hear() {
   tries = 0;
 }
 
+// Only from a server that answers: the browser's own error page would stand in place of the chat, and stay.
+function loadAgain() {
+  fetch(location.pathname, { method: "HEAD", cache: "no-store" }).then(() => location.reload(), () => {});
+}
+
 setInterval(() => {
   if (!kw.shown.writing || document.hidden) return hear();
   if (Date.now() - heard < SILENCE_MS) return;
   heard = Date.now();
-  if (++tries > MOST_TRIES) location.reload();
+  if (++tries > MOST_TRIES) loadAgain();
   else trigger("silence", {});
 }, CHECK_MS);
 
