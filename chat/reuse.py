@@ -8,7 +8,7 @@ live cache already holds. The longest wins. At least one token is always left to
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 
 from cache_store.records import EDITED, Chain, Conversation, Message
@@ -165,6 +165,7 @@ def _take(
         turned = converted(places.live, places.disk, places.new_cache, lent, conversation)
         if turned is None:
             places.live.make_room(places.new_cache().nbytes_for(len(prompt)))
+            turned = _converted_beginning(places, lent, conversation, path, prompt)
     except MemoryLimit:
         places.live.keep(conversation.id, lent)
         raise
@@ -172,6 +173,20 @@ def _take(
         places.live.forget(conversation.id, "failed")
         raise
     return turned, setting
+
+
+def _converted_beginning(
+    places: Places, lent: LiveCache, conversation: Conversation, path: Sequence[Message], prompt: Prompt
+) -> LiveCache | None:
+    """A cache that cannot be converted whole, because the other kind has no room for all of it, goes back to
+    what the prompt has of it first."""
+    common = lent.num_common(prompt.token_ids[:-1])
+    if not 0 < common < len(lent.cache) or not lent.cache.can_crop_to(common):
+        return None
+    lost = _why_left(lent, conversation, path)
+    lent.cache.crop_to(common)
+    cut = replace(lent, num_saved=min(lent.num_saved, common), num_allowed=None, lost=lost)
+    return converted(places.live, places.disk, places.new_cache, cut, conversation)
 
 
 def _saved_dense(places: Places, conversation: Conversation, usable_ids: Sequence[int]) -> LiveCache | None:

@@ -268,6 +268,28 @@ def test_more_saved_rows_than_there_is_room_for_are_left_where_they_are(
         assert go_on(house, chat).num_read_again == 0
 
 
+def test_a_chat_too_long_for_a_fixed_room_keeps_the_beginning_that_an_edit_needs(
+    tmp_path: Path, anywhere: None
+) -> None:
+    """Law 1: nothing is on disk, so what is given up would be read again; and what is told before holds."""
+    with House(tmp_path, llama(), settings=settings(room=70)) as house:
+        chat = house.say("Hello, a dog and you").conversation.id
+        view = house.say("word " * 40, chat)
+        edited = view.messages[2].id
+        assert len(house.kept()[chat].cache) > 70
+        house.chats.set_cache_kind(OWNER, chat, "static")
+        cost = house.chats.cost_of(OWNER, "edit", edited, "Hi")
+        view = house.edit(edited, "Hi", SHORT)
+        house.check(chat)
+        told = stats(view)
+        assert cost is not None
+        assert (told.num_prefilled_tokens, dict(told.reasons)) == (
+            cost.num_tokens,
+            {"edited": cost.num_tokens},
+        )
+        assert (told.cache_kind, house.kept()[chat].cache.settings.kind) == ("static", "static")
+
+
 def test_a_budget_too_small_for_the_room_is_told_before_anything_is_allocated(
     tmp_path: Path, anywhere: None
 ) -> None:
