@@ -184,7 +184,8 @@ class ReplyWriter:
         except NotFound:  # the next attempt will find out, too
             return reply
         sampling = SamplingSettings.from_json(reply.sampling)
-        num_left = max(1, sampling.max_new_tokens - len(begun.token_ids) + len(reply.token_ids))
+        num_given = len(self._wording.begun_ids(reply.text, reply.token_ids))
+        num_left = max(1, sampling.max_new_tokens - len(begun.token_ids) + num_given)
         sampling = replace(sampling, max_new_tokens=num_left)
         return replace(reply, text=begun.text, token_ids=begun.token_ids, sampling=sampling.to_json())
 

@@ -403,6 +403,22 @@ def test_memory_that_runs_out_in_a_pass_is_survived_with_a_smaller_cache(house: 
     house.check_invariant(chat)
 
 
+def test_words_that_were_given_do_not_shorten_a_reply_that_goes_on_in_a_smaller_cache(house: House) -> None:
+    house.chats.allow_smaller_caches(OWNER, allowed=True)
+    begun, chat = "Sure, the dog and you: ", talk(house, 1)
+    leaf_id = house.chats.view(OWNER, chat).leaf_id
+    with Passes(house.loaded.model) as passes, dictated(*[40] * 99):
+        passes.fail(torch.OutOfMemoryError("CUDA out of memory"), 5)
+        job = house.chats.send(
+            *(OWNER, "Hi"), conversation_id=chat, leaf_id=leaf_id, sampling=SHORT, begin_with=begun
+        )
+        view = house.finish(job)
+    reply = view.messages[-1]
+    begun_ids = tuple(house.renderer.encode_text(begun))
+    assert (reply.finish_reason, reply.token_ids) == ("length", begun_ids + (40,) * 6)
+    assert stats(view).cache_kind == "native8"
+
+
 def test_at_the_foot_of_the_ladder_the_old_sentence_stands(house: House) -> None:
     house.chats.allow_smaller_caches(OWNER, allowed=True)
     chat = talk(house, 1, kind="native4")
