@@ -127,11 +127,16 @@ class DiskCaches:
     def save_rest(
         self, conversation_id: str, live: LiveCache, seconds_per_token: float, patience_s: float
     ) -> None:
-        """Queue what of a kept cache is not on its way to the disk, or was lost there."""
+        """Queue what of a kept cache is not on its way to the disk, or was lost there; it is cut to what may
+        still be used of it."""
+        num_kept = len(live.token_ids)
+        if not (live.cache.can_be_saved() and live.cache.can_crop_to(num_kept)):
+            return
+        live.cache.crop_to(num_kept)
         num_saved = live.num_saved
         if self.take_lost(conversation_id):
             num_saved = self.num_stored(live.owner, conversation_id, live.cache)
-        if num_saved < len(live.cache) and live.num_allowed is None and live.cache.can_be_saved():
+        if num_saved < num_kept:
             rows = self.new_rows(live.owner, conversation_id, live.cache, num_saved, seconds_per_token)
             self.save(rows, patience_s)
 

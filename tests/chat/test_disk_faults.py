@@ -521,6 +521,22 @@ def test_rows_that_the_queue_had_no_room_for_are_saved_when_the_app_closes(
     check_that_all_is_known(house)
 
 
+def test_rows_the_queue_refused_are_saved_at_the_end_also_after_another_branch_was_deleted(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = chat_of(house)
+    view = house.chats.view(OWNER, name)
+    with dictated(*encode("A cat.")):
+        other = house.regenerate(view.messages[1].id).messages[1].id
+    house.chats.select(OWNER, other, 1)
+    with monkeypatch.context() as full:
+        full.setattr(Saver, "offer", lambda *_: False)
+        dictated_turn(house, name, "No, and you?")
+    house.chats.delete_branch(OWNER, other)
+    house.restart()
+    check_that_all_is_known(house)
+
+
 def test_rows_that_were_lost_are_saved_when_the_app_closes(on_disk: HouseOnDisk) -> None:
     house = on_disk
     name = dictated_turn(house, None, "Yes, a dog.")
