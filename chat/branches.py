@@ -95,11 +95,14 @@ class Branches(Questions):
             session.paths_without(conversation, message_id)  # tokenized here, not with the lock held
         with self._alone(conversation.id):
             title = self._title_without(owner, conversation, message)
-            if session is not None:
-                session.keep_paths(conversation, session.paths_without(conversation, message_id))
-            else:
+            if session is None:
                 self._forget_saved(conversation.id)
-            self._store.delete_branch(owner, message_id, title)
+                self._store.delete_branch(owner, message_id, title)
+            else:
+                paths = session.paths_without(conversation, message_id)
+                session.keep_paths(conversation, paths)
+                self._store.delete_branch(owner, message_id, title)
+                self._live.keep_paths(conversation.id, paths)  # what was warmed meanwhile, too
         return self.view(owner, conversation.id)
 
     def fork(self, owner: str, message_id: str) -> Conversation:

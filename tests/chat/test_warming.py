@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from cache_store.errors import NotFound
 from chat.chats import ChatView
+from chat.disk import DiskCaches
 from chat.model import LoadedModel
 from chat.stats import TurnStats
 from tests.house import OWNER, PATIENCE_S, House
@@ -147,3 +149,23 @@ def test_a_chat_deleted_while_it_is_warmed_leaves_nothing_in_memory(
     warmed(house, chat)
     assert session is house.worker.session
     assert chat not in house.kept()
+
+
+def test_a_chat_that_is_warmed_while_its_branch_is_deleted_keeps_nothing_of_it(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows are still on disk and the messages in the store when the inference thread gets to the chat."""
+    chat = house.say("One.").conversation.id
+    secret = house.say("My secret word.", chat).messages[2].id
+    house.restart()
+    keep_paths = DiskCaches.keep_paths
+
+    def warmed_first(disk: DiskCaches, *rest: Any) -> None:
+        warmed(house, chat)
+        keep_paths(disk, *rest)
+
+    monkeypatch.setattr(DiskCaches, "keep_paths", warmed_first)
+    house.chats.delete_branch(OWNER, secret)
+    usable = house.kept()[chat].token_ids
+    assert usable
+    assert "secret" not in house.new_session().wording.decode(usable)
