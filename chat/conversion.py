@@ -35,13 +35,13 @@ def converted(
     cache = new_cache()
     if not lent.cache.can_convert_to(cache.settings):
         return None
-    num_saved, num_loaded = 0, 0
+    num_saved, num_loaded, lacks_states = 0, 0, False
     if have_same_rows(cache.settings, lent.cache.settings):
         num_saved = lent.num_saved  # what the disk has of it is what it holds itself
     elif disk is not None:
-        cache, num_loaded = _with_saved_rows(live, disk, cache, lent, conversation, new_cache)
+        cache, num_loaded, lacks_states = _with_saved_rows(live, disk, cache, lent, conversation, new_cache)
         num_saved = num_loaded
-    if len(cache) < len(lent.cache):
+    if len(cache) < len(lent.cache) or lacks_states:
         try:
             live.make_room(lent.cache.nbytes_to_turn(cache))
         except MemoryLimit as limit:
@@ -59,18 +59,18 @@ def _with_saved_rows(
     lent: LiveCache,
     conversation: Conversation,
     new_cache: Callable[[], KVCache],
-) -> tuple[KVCache, int]:
-    """The empty cache with what the disk has of the wanted kind, and how many tokens that is. States, where
-    the model has any, are still to come from the lent cache, unless the disk has those of its very end."""
+) -> tuple[KVCache, int, bool]:
+    """The empty cache with what the disk has of the wanted kind; how many tokens that is; and whether states
+    are still to come from the lent cache: the disk has those of its very end, or none that are of use."""
     token_ids = lent.cache.token_ids
     chain = disk.find(conversation.owner, conversation.id, token_ids, wait=True)
     if not chain.num_tokens:
-        return cache, 0
+        return cache, 0, False
     try:
         live.make_room(lent.cache.nbytes + cache.nbytes_for(len(token_ids)))
     except MemoryLimit:
-        return cache, 0
+        return cache, 0, False
     cache.reserve(len(token_ids))
     rows_only = not cache.has_rows() and states_at_ends(chain).num_tokens < len(token_ids)
     loaded = disk.load(cache, chain, token_ids, conversation.id, new_cache, rows_only=rows_only).cache
-    return loaded, len(loaded)
+    return loaded, len(loaded), rows_only

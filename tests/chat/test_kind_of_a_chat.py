@@ -15,8 +15,10 @@ import torch
 
 from cache_store.errors import NotFound
 from chat.chats import ChatView
+from chat.conversion import converted
 from chat.errors import KindUnavailable
 from chat.layers import kinds as kinds_module
+from chat.live_caches import LiveCache
 from chat.model import LoadedModel
 from chat.settings import CacheKind, CacheSettings, SamplingSettings
 from chat.stats import TurnStats
@@ -218,6 +220,35 @@ def test_layers_beside_the_rows_move_along(tmp_path: Path, name: str) -> None:
         assert stats(house.regenerate(view.messages[-1].id)).num_read_again == 0
         house.restart()
         assert go_on(house, chat).num_read_again == 0
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", "falcon_h1"])
+def test_packed_rows_on_disk_that_go_on_behind_a_dense_cache_get_its_states(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk has all rows of what is packed anew, but a state only at an end further on."""
+    found = dict[str, torch.Tensor]()
+
+    def noted(*args: Any) -> LiveCache | None:
+        live = converted(*args)
+        assert live is not None
+        found.update(live.cache.rows_out(len(live.cache)))
+        return live
+
+    with House(tmp_path, tiny_model(name), max_disk_bytes=DISK) as house, dictated(*[40] * 99):
+        view = house.say("Hello, a dog and you", None, SHORT)
+        chat, first = view.conversation.id, view.messages[1].id
+        house.chats.set_cache_kind(OWNER, chat, "native8")
+        go_on(house, chat, "More")
+        house.chats.set_cache_kind(OWNER, chat, "dynamic")
+        house.regenerate(first, SHORT)
+        held = house.kept()[chat].cache
+        states = {key: part for key, part in held.rows_out(0).items() if key.startswith("state")}
+        house.chats.set_cache_kind(OWNER, chat, "native8")
+        monkeypatch.setattr("chat.reuse.converted", noted)
+        assert go_on(house, chat).num_read_again == 0
+        assert states
+        assert all(torch.equal(found[key], state) for key, state in states.items())
 
 
 def test_beginnings_are_shared_between_chats_of_one_kind_only(house: House) -> None:
