@@ -156,8 +156,8 @@ def _take(
     turn, in words. Where there is none, dense rows on disk become one. A cache of another kind that cannot be
     converted is given up, once the prompt's cache is known to fit. Raises MemoryLimit."""
     lent = places.live.take(conversation.id)
-    if lent is None:
-        lent = _saved_dense(places, conversation, prompt.token_ids[:-1])
+    if _is_to_be_made(places, lent):
+        lent = _saved_dense(places, conversation, prompt.token_ids[:-1], lent)
     if lent is None or lent.cache.settings == places.settings:
         return lent, _kind_changed(places, _kind_before(path))
     setting = _kind_changed(places, lent.cache.settings.kind)
@@ -189,19 +189,31 @@ def _converted_beginning(
     return converted(places.live, places.disk, places.new_cache, cut, conversation)
 
 
-def _saved_dense(places: Places, conversation: Conversation, usable_ids: Sequence[int]) -> LiveCache | None:
-    """Dense rows from the disk, where it has more of them than there are of the wanted kind, and memory has
-    room."""
+def _is_to_be_made(places: Places, live: LiveCache | None) -> bool:
+    """Whether the conversation has no cache of the wanted kind yet."""
+    return live is None or live.cache.settings != places.settings
+
+
+def _saved_dense(
+    places: Places, conversation: Conversation, usable_ids: Sequence[int], lent: LiveCache | None
+) -> LiveCache | None:
+    """Dense rows from the disk, where it has more of them than there are of the wanted kind or to be had of
+    the lent cache, and memory has room; else the lent cache."""
     chain = _dense_chain(places, conversation, usable_ids, wait=True)
-    if chain is None or places.dense is None or places.dense.disk is None:
-        return None
+    common = lent.num_common(usable_ids) if lent is not None else 0
+    own = common if lent is not None and _can_give(places, lent, common) else 0
+    if chain is None or chain.num_tokens <= own or places.dense is None or places.dense.disk is None:
+        return lent
     cache = places.dense.new_cache()
     try:
-        places.live.make_room(cache.nbytes_for(chain.num_tokens))
+        needed = cache.nbytes_for(chain.num_tokens) + (lent.cache.nbytes if lent is not None else 0)
+        places.live.make_room(needed)
     except MemoryLimit:
-        return None
+        return lent
     cache.reserve(chain.num_tokens)
     loaded = places.dense.disk.load(cache, chain, usable_ids, conversation.id, places.dense.new_cache)
+    if len(loaded.cache) < own:
+        return lent
     return LiveCache(
         conversation.owner,
         loaded.cache,
@@ -210,6 +222,11 @@ def _saved_dense(places: Places, conversation: Conversation, usable_ids: Sequenc
         num_from_disk=len(loaded.cache),
         num_damaged_files=loaded.num_damaged_files,
     )
+
+
+def _can_give(places: Places, lent: LiveCache, num_tokens: int) -> bool:
+    """Whether a lent cache can become one of the wanted kind that is cut to so many tokens."""
+    return lent.cache.can_convert_to(places.settings) and lent.cache.can_crop_to(num_tokens)
 
 
 def _dense_chain(
@@ -308,7 +325,7 @@ def num_remembered(places: Places, conversation: Conversation, usable_ids: Seque
     loading anything. What is lent to a reply that is being written is not seen. From any thread."""
     live = places.live.num_usable(conversation.owner, places.settings, conversation.id, usable_ids)
     saved = _saved_beginning(places, conversation, usable_ids, live, wait=False)
-    if not places.live.holds(conversation.id):
+    if _is_to_be_made(places, places.live.kept().get(conversation.id)):
         saved = _dense_chain(places, conversation, usable_ids, wait=False) or saved
     return max(live, saved.num_tokens)
 

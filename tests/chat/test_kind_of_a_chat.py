@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any, cast, get_args
+from unittest.mock import ANY
 
 import pytest
 import torch
 
 from cache_store.errors import NotFound
+from chat.chat_view import Cost
 from chat.chats import ChatView
 from chat.conversion import converted
 from chat.errors import KindUnavailable
@@ -109,6 +111,30 @@ def test_dense_rows_on_disk_are_converted_when_nobody_warmed_the_chat(tmp_path: 
         for each, tensor in house.kept()[chat].cache.rows_out(0).items():
             assert torch.equal(tensor, rows[each]), each
         assert go_on(house, chat).num_read_again == 0
+
+
+def test_dense_rows_on_disk_are_converted_also_while_another_branch_is_in_memory(house: House) -> None:
+    """Law 3: what a restart would find is found without one, and costs what was told."""
+    view = house.say("a dog and you " * 3)
+    chat = view.conversation.id
+    edited = house.edit(view.messages[0].id, "Hi")
+    house.chats.select(OWNER, edited.messages[0].id, 1)
+    house.chats.set_cache_kind(OWNER, chat, "native8")
+    assert house.chats.cost_of(OWNER, "regenerate", view.messages[1].id) == Cost(1, ANY)
+    told = go_on(house, chat)
+    assert (told.num_disk_tokens, told.num_read_again) == (stats(view).num_cached_tokens, 0)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "falcon_h1"])
+def test_a_regenerated_reply_after_a_change_reads_nothing_again_whatever_the_model_is_made_of(
+    tmp_path: Path, name: str
+) -> None:
+    """A state at the end of the old reply is of no use for it; the disk has the one before."""
+    with House(tmp_path, tiny_model(name), max_disk_bytes=DISK) as house, dictated(*[40] * 99):
+        view = house.say("Hello, a dog and you", None, SHORT)
+        house.chats.set_cache_kind(OWNER, view.conversation.id, "native8")
+        told = stats(house.regenerate(view.messages[1].id, SHORT))
+        assert (told.num_prefilled_tokens, dict(told.reasons)) == (1, {"boundary": 1})
 
 
 def test_without_room_for_dense_rows_from_the_disk_the_text_is_read_again(house: House) -> None:
