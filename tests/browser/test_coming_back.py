@@ -88,7 +88,9 @@ def test_after_a_kill_in_mid_reply_nothing_is_lost_and_the_chat_goes_on(
     chat, seen = slow_tab.chat_id, slow_tab.wait_for_words()
     profiles.server_goes_away()
     slow_tab.mark()
-    app.kill()
+    with slow_tab.page.expect_event("requestfailed", lambda request: request.method == "HEAD"):
+        app.kill()
+    assert slow_tab.is_marked(), "the chat stays until there is a server to load it from"
     app.start()
     slow_tab.wait_until_loaded_again()
 
