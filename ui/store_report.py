@@ -123,8 +123,7 @@ def _tree_lines(nodes: Iterable[SegmentNode], models: Models, titles: Mapping[st
     for node in nodes:
         trees.setdefault((node.segment.owner, node.segment.fingerprint_id), {})[node.segment.id] = node
     for (owner, number), tree in trees.items():
-        made_with = (models[number].get(name, "")[:_NAME_LENGTH] for name in ("model", "dtype"))
-        yield _plain(f"{owner}: {' '.join(filter(None, made_with)) or 'an unknown model'}")
+        yield _plain(f"Chats of {owner}, {made_with(models[number])}")
         for branch in branches_of(node.segment for node in tree.values()):
             indent = "  " * (branch.depth + 1)
             if branch.depth:
@@ -132,6 +131,14 @@ def _tree_lines(nodes: Iterable[SegmentNode], models: Models, titles: Mapping[st
             for segment in branch.segments:
                 chats = ", ".join(titles.get(name, name) for name in tree[segment.id].conversation_ids)
                 yield f"{indent}{_segment_line(segment)}  {_plain(chats)}".rstrip()
+
+
+def made_with(fields: Mapping[str, str]) -> str:
+    """The model, and what else a person can choose, from a fingerprint."""
+    kind = fields.get("cache", "").partition(",")[0]
+    chosen = [fields.get(name, "")[:_NAME_LENGTH] for name in ("model", "dtype", "weights")]
+    known = [*filter(None, chosen), *([f"cache kind {kind}"] if kind else [])]
+    return ", ".join(known) or "an unknown model"
 
 
 def _segment_line(segment: Segment) -> str:

@@ -19,6 +19,7 @@ from tests.cache_store.kv_rows import FIELDS, Shelf
 from ui.option_parser import UsageError
 from ui.store_command import look_after
 from ui.store_options import ACTIONS, UNLIMITED, parse_store_options
+from ui.store_report import made_with
 
 LOOKING = ("size", "list", "verify")
 PUTTING_IN_ORDER = ("prune", "sweep")
@@ -103,13 +104,19 @@ def test_list_tells_every_segment_its_model_and_its_chats(shelf: Shelf, store: S
     assert list(told["models"].values()) == [FIELDS]
 
 
+def test_list_tells_a_person_with_what_the_rows_were_computed() -> None:
+    fields = {"model": "folder:12", "dtype": "bfloat16", "weights": "nf4", "cache": "native4, groups of 64"}
+    assert made_with(fields) == "folder:12, bfloat16, nf4, cache kind native4"
+    assert made_with({}) == "an unknown model"
+
+
 def test_list_shows_a_person_each_branch_once(shelf: Shelf, store: Store) -> None:
     talk(shelf)
     shelf.segments.prune(0)
     code, out = store("list")
     assert code == 0
     lines = [line for line in out.splitlines() if "another branch" not in line]
-    assert lines[0] == "ann: tiny float32"
+    assert lines[0] == "Chats of ann, tiny, float32"
     assert [line.split("tokens ")[1].split("  ")[0] for line in lines[1:]] == ["0 to 3", "3 to 5", "3 to 4"]
     assert out.count("another branch, from token 3 on") == 1
     assert out.count("evicted") == 3
