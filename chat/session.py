@@ -7,7 +7,7 @@ is what holds at that moment: a reply that is being written meanwhile has lent i
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from cache_store.conversations import Conversations
@@ -19,8 +19,8 @@ from chat.errors import ChatError
 from chat.kind_places import KindPlaces
 from chat.live_caches import LiveCaches
 from chat.model import LoadedModel
-from chat.reply_writer import Event, ReplyWriter
-from chat.reuse import Origin, num_remembered
+from chat.reply_writer import ReplyWriter
+from chat.reuse import num_remembered
 from chat.settings import CacheKind, CacheSettings
 from chat.warming import warm
 from chat.wording import Wording
@@ -49,6 +49,7 @@ class ChatSession:
         self._live = live
         self._disk = disk
         self._writer = ReplyWriter(loaded, store, live, settings, self.kinds, self.wording)
+        self.advance = self._writer.advance
 
     @property
     def fingerprint(self) -> Mapping[str, str]:
@@ -96,9 +97,8 @@ class ChatSession:
         }
 
     def _cost(self, num_tokens: int) -> Cost:
-        return Cost(
-            num_tokens, num_tokens * self._writer.read_s_per_token if self._writer.read_s_per_token else None
-        )
+        pace = self._writer.read_s_per_token
+        return Cost(num_tokens, num_tokens * pace if pace else None)
 
     def warm(self, conversation: Conversation) -> None:
         """Bring the rows that a conversation has on disk back into memory. Nothing happens where they are
@@ -116,18 +116,6 @@ class ChatSession:
             self._live.forget(conversation.id)
         except (ChatError, StoreError) as error:
             log.info("a chat was opened without warming it: %s", error)
-
-    def advance(
-        self,
-        conversation: Conversation,
-        reply: Message,
-        *,
-        origin: Origin,
-        stop: Callable[[], bool],
-        queue_s: float = 0.0,
-    ) -> Iterator[Event]:
-        """Write `reply` (see `ReplyWriter.advance`). On the inference thread only."""
-        return self._writer.advance(conversation, reply, origin=origin, stop=stop, queue_s=queue_s)
 
     def save_rest(self) -> None:
         """Before the end: queue what of the kept caches was refused by a full queue or could not be written.

@@ -34,22 +34,10 @@ a budget; the app was `restart`ed before it was saved; what is saved has another
 template, …); a saved file is `damaged`; the model's layers are `not_croppable`; the last turn `failed` and
 its cache was dropped; saving is `off`, so that a restart forgot it."""
 
-READ_AGAIN: frozenset[Reason] = frozenset(
-    {
-        "template",
-        "system_prompt",
-        "evicted",
-        "restart",
-        "fingerprint",
-        "damaged",
-        "not_croppable",
-        "failed",
-        "off",
-    }
-)
-"""The reasons that count as reading a second time (law 1)."""
-
 REASONS: tuple[Reason, ...] = get_args(Reason)
+
+READ_AGAIN: frozenset[Reason] = frozenset(REASONS) - {"new", "edited", "boundary"}
+"""The reasons that count as reading a second time (law 1)."""
 
 CACHE_KIND = "cache kind"
 """What the fingerprint's part about the cache is called before people, in `TurnStats.changed_setting`."""
