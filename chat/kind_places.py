@@ -22,7 +22,7 @@ from chat.layers.sizes import CacheCost, cache_cost
 from chat.live_caches import LiveCaches
 from chat.model import LoadedModel
 from chat.model_facts import text_config
-from chat.reuse import Places
+from chat.places import Places
 from chat.settings import CacheKind, CacheSettings
 
 KINDS: tuple[CacheKind, ...] = get_args(CacheKind)

@@ -7,22 +7,20 @@ live cache already holds. The longest wins. At least one token is always left to
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import takewhile
 
-from cache_store.records import EDITED, Chain, Conversation, Message
-from chat.conversion import converted
-from chat.disk import NOTHING, DiskCaches, changed, states_at_ends
-from chat.divergence import Decode, divergence_of
+from cache_store.records import EDITED, Conversation, Message
+from chat.divergence import divergence_of
 from chat.errors import MemoryLimit
 from chat.kv_cache import KVCache
-from chat.layers.kinds import rows_of
-from chat.live_caches import LiveCache, LiveCaches
+from chat.lending import dense_chain, is_to_be_made, take, why_left
+from chat.live_caches import LiveCache
+from chat.places import Places, saved_beginning
 from chat.prompt import Prompt
 from chat.rollback import rolled_back
-from chat.settings import CacheSettings
-from chat.stats import CACHE_KIND, Divergence, Reason, TurnStats
+from chat.stats import Divergence, Reason, TurnStats
 
 ONLY_NEW: frozenset[Reason] = frozenset({"new", "boundary"})
 """Reasons that need no explanation: nothing that was read before was changed or lost."""
@@ -57,20 +55,6 @@ class Start:
     def num_cached(self) -> int:
         """Prompt tokens that need not be read."""
         return self.num_live + self.num_disk
-
-
-@dataclass(frozen=True, slots=True)
-class Places:
-    """Where caches of one kind come from: those in RAM, those on disk (None: saving is off), and new ones.
-    `decode` turns ids into the text shown for a divergence. `dense`: where dense ones come from, of which
-    these can be made; None where these are dense themselves."""
-
-    live: LiveCaches
-    disk: DiskCaches | None
-    new_cache: Callable[[], KVCache]
-    decode: Decode
-    settings: CacheSettings
-    dense: Places | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +99,7 @@ def start_turn(
     `num_old`: how many prompt tokens an earlier turn on this path computed. Raises MemoryLimit when the
     prompt's cache would exceed the budget alone; the conversation then keeps the cache it had.
     """
-    lent, setting = _take(places, conversation, path, prompt)
+    lent, setting = take(places, conversation, path, prompt)
     limit = len(prompt) - 1
     past = _past(places, lent, conversation, path, prompt, setting)
     owned = [lent]
@@ -149,112 +133,6 @@ def start_turn(
     )
 
 
-def _take(
-    places: Places, conversation: Conversation, path: Sequence[Message], prompt: Prompt
-) -> tuple[LiveCache | None, str]:
-    """The conversation's cache, lent, in the kind that is wanted now; and how the kind changed since its last
-    turn, in words. Where there is none, dense rows on disk become one. A cache of another kind that cannot be
-    converted is given up, once the prompt's cache is known to fit. Raises MemoryLimit."""
-    lent = places.live.take(conversation.id)
-    if _is_to_be_made(places, lent):
-        lent = _saved_dense(places, conversation, prompt.token_ids[:-1], lent)
-    if lent is None or lent.cache.settings == places.settings:
-        return lent, _kind_changed(places, _kind_before(path))
-    setting = _kind_changed(places, lent.cache.settings.kind)
-    try:
-        turned = converted(places.live, places.disk, places.new_cache, lent, conversation)
-        if turned is None:
-            places.live.make_room(places.new_cache().nbytes_for(len(prompt)))
-            turned = _converted_beginning(places, lent, conversation, path, prompt)
-    except MemoryLimit:
-        places.live.keep(conversation.id, lent)
-        raise
-    except BaseException:  # whatever it was, it may have struck half-way
-        places.live.forget(conversation.id, "failed")
-        raise
-    return turned, setting
-
-
-def _converted_beginning(
-    places: Places, lent: LiveCache, conversation: Conversation, path: Sequence[Message], prompt: Prompt
-) -> LiveCache | None:
-    """A cache that cannot be converted whole, because the other kind has no room for all of it, goes back to
-    what the prompt has of it first."""
-    common = lent.num_common(prompt.token_ids[:-1])
-    if not 0 < common < len(lent.cache) or not lent.cache.can_crop_to(common):
-        return None
-    lost = _why_left(lent, conversation, path)
-    lent.cache.crop_to(common)
-    cut = replace(lent, num_saved=min(lent.num_saved, common), num_allowed=None, lost=lost)
-    return converted(places.live, places.disk, places.new_cache, cut, conversation)
-
-
-def _is_to_be_made(places: Places, live: LiveCache | None) -> bool:
-    """Whether the conversation has no cache of the wanted kind yet."""
-    return live is None or live.cache.settings != places.settings
-
-
-def _saved_dense(
-    places: Places, conversation: Conversation, usable_ids: Sequence[int], lent: LiveCache | None
-) -> LiveCache | None:
-    """Dense rows from the disk, where it has more of them than there are of the wanted kind or to be had of
-    the lent cache, and memory has room; else the lent cache."""
-    chain = _dense_chain(places, conversation, usable_ids, wait=True)
-    common = lent.num_common(usable_ids) if lent is not None else 0
-    own = common if lent is not None and _can_give(places, lent, common) else 0
-    if chain is None or chain.num_tokens <= own or places.dense is None or places.dense.disk is None:
-        return lent
-    cache = places.dense.new_cache()
-    try:
-        needed = cache.nbytes_for(chain.num_tokens) + (lent.cache.nbytes if lent is not None else 0)
-        places.live.make_room(needed)
-    except MemoryLimit:
-        return lent
-    cache.reserve(chain.num_tokens)
-    loaded = places.dense.disk.load(cache, chain, usable_ids, conversation.id, places.dense.new_cache)
-    if len(loaded.cache) < own:
-        return lent
-    return LiveCache(
-        conversation.owner,
-        loaded.cache,
-        conversation.system_prompt,
-        is_warmed=True,
-        num_from_disk=len(loaded.cache),
-        num_damaged_files=loaded.num_damaged_files,
-    )
-
-
-def _can_give(places: Places, lent: LiveCache, num_tokens: int) -> bool:
-    """Whether a lent cache can become one of the wanted kind that is cut to so many tokens."""
-    return lent.cache.can_convert_to(places.settings) and lent.cache.can_crop_to(num_tokens)
-
-
-def _dense_chain(
-    places: Places, conversation: Conversation, usable_ids: Sequence[int], *, wait: bool
-) -> Chain | None:
-    """What the disk has of these tokens in dense rows; None when there is no less of the wanted kind."""
-    if places.dense is None:
-        return None
-    dense = _saved_beginning(places.dense, conversation, usable_ids, 0, wait=wait)
-    live = places.live.num_usable(conversation.owner, places.settings, conversation.id, usable_ids)
-    packed = _saved_beginning(places, conversation, usable_ids, live, wait=False)
-    return dense if dense.num_tokens > max(live, packed.num_tokens) else None
-
-
-def _kind_before(path: Sequence[Message]) -> str:
-    """The kind of cache that the last turn on this path used; empty when nobody wrote it down."""
-    for message in reversed(path):
-        if message.role == "assistant" and message.stats:
-            return TurnStats.from_json(message.stats).cache_kind
-    return ""
-
-
-def _kind_changed(places: Places, before: str) -> str:
-    """In words; no change between kinds that have the same rows, because nothing is lost by it."""
-    kind = places.settings.kind
-    return changed(CACHE_KIND, before, kind) if before and rows_of(before) != rows_of(kind) else ""
-
-
 def _past(
     places: Places,
     lent: LiveCache | None,
@@ -276,7 +154,7 @@ def _past(
     if lent.lost is not None and common == len(lent.cache):
         return _Past(common, own, False, lent.lost, lent.token_ids, "")
     extends = common == len(lent.cache) and lent.was_read_for(path)
-    return _Past(common, own, extends, _why_left(lent, conversation, path), lent.token_ids, "")
+    return _Past(common, own, extends, why_left(lent, conversation, path), lent.token_ids, "")
 
 
 def _beginning(
@@ -293,7 +171,7 @@ def _beginning(
     usable_ids = prompt.token_ids[:-1]
     target = places.live.boundary(conversation.owner, places.settings, usable_ids, lent)
     reach = max(own, len(target[0]) if target else 0)
-    chain = _saved_beginning(places, conversation, usable_ids, reach, wait=reach < num_old)
+    chain = saved_beginning(places, conversation, usable_ids, reach, wait=reach < num_old)
     num_files = lent.num_damaged_files if lent else 0
     num_saved = min(lent.num_saved, lent.num_common(usable_ids)) if lent else 0
     other, shared = _longer_beginning(places, conversation, prompt, max(own + 1, chain.num_tokens))
@@ -324,20 +202,10 @@ def num_remembered(places: Places, conversation: Conversation, usable_ids: Seque
     """How many of these tokens, a prompt without its last one, `start_turn` would find, without lending or
     loading anything. What is lent to a reply that is being written is not seen. From any thread."""
     live = places.live.num_usable(conversation.owner, places.settings, conversation.id, usable_ids)
-    saved = _saved_beginning(places, conversation, usable_ids, live, wait=False)
-    if _is_to_be_made(places, places.live.kept().get(conversation.id)):
-        saved = _dense_chain(places, conversation, usable_ids, wait=False) or saved
+    saved = saved_beginning(places, conversation, usable_ids, live, wait=False)
+    if is_to_be_made(places, places.live.kept().get(conversation.id)):
+        saved = dense_chain(places, conversation, usable_ids, wait=False) or saved
     return max(live, saved.num_tokens)
-
-
-def _saved_beginning(
-    places: Places, conversation: Conversation, token_ids: Sequence[int], own: int, *, wait: bool
-) -> Chain:
-    """What the disk holds of the prompt; not asked when the conversation's own cache has all of it."""
-    if places.disk is None or own == len(token_ids):
-        return NOTHING
-    chain = places.disk.find(conversation.owner, conversation.id, token_ids, wait=wait)
-    return chain if places.new_cache().has_rows() else states_at_ends(chain)
 
 
 def _longer_beginning(
@@ -397,12 +265,3 @@ def _why_again(
     num_held = min(num_again, max(0, past.common - num_cached)) if past.own < past.common else 0
     counts: list[tuple[Reason, int]] = [("not_croppable", num_held), (past.again, num_again - num_held)]
     return [each for each in counts if each[1]]
-
-
-def _why_left(lent: LiveCache, conversation: Conversation, path: Sequence[Message]) -> Reason:
-    """Why the prompt departs from a conversation's cache. One whose last reply is on the path was read for
-    this very past: then only the template can have rendered it differently. Otherwise it belongs to another
-    branch."""
-    if lent.system_prompt != conversation.system_prompt:
-        return "system_prompt"
-    return "template" if lent.was_read_for(path) else "evicted"

@@ -13,8 +13,8 @@ from cache_store.records import Conversation, Message
 from chat.disk import states_at_ends
 from chat.errors import MemoryLimit
 from chat.live_caches import LiveCache
+from chat.places import Places
 from chat.prompt import PromptRenderer
-from chat.reuse import Places
 
 log = logging.getLogger(__name__)
 

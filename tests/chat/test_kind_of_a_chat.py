@@ -271,7 +271,7 @@ def test_packed_rows_on_disk_that_go_on_behind_a_dense_cache_get_its_states(
         held = house.kept()[chat].cache
         states = {key: part for key, part in held.rows_out(0).items() if key.startswith("state")}
         house.chats.set_cache_kind(OWNER, chat, "native8")
-        monkeypatch.setattr("chat.reuse.converted", noted)
+        monkeypatch.setattr("chat.lending.converted", noted)
         assert go_on(house, chat).num_read_again == 0
         assert states
         assert all(torch.equal(found[key], state) for key, state in states.items())
