@@ -12,7 +12,7 @@ import gradio as gr
 import pytest
 
 from chat.job import Job
-from tests.chat.passes import Passes, llama
+from tests.chat.passes import Hold, Passes, llama
 from tests.house import OWNER, PATIENCE_S, House, end_view
 from tests.ui.own_loop import run
 from ui.drawing import Drawing
@@ -46,6 +46,13 @@ class Tab:
         assert pictures.pop().get("__type__") == "update"
         return pictures
 
+    async def all_of(self, job: Job, hold: Hold) -> list[dict[Any, Any]]:
+        """What is drawn of a reply that is being held: one picture before it is let go, and the rest."""
+        follower = self.follow(job, writing=True)
+        first = await anext(follower)
+        hold.release()
+        return [first, *await self.rest_of(follower)]
+
 
 async def _parts() -> Parts:
     """Made where an event loop runs, because Gradio else makes one that nobody closes."""
@@ -65,17 +72,11 @@ def tab(house: House) -> Tab:
 
 
 def test_a_follower_draws_a_reply_and_its_end(house: House, tab: Tab) -> None:
-    async def follow(job: Job) -> list[dict[Any, Any]]:
-        follower = tab.follow(job, writing=True)
-        first = await anext(follower)
-        hold.release()
-        return [first, *await tab.rest_of(follower)]
-
     with Passes(house.loaded.model) as passes:
         hold = passes.hold(4)
         job = house.start("Hi")
         hold.wait_until_reached()
-        first, *_, last = run(follow(job))
+        first, *_, last = run(tab.all_of(job, hold))
     assert tab.is_writing(first) is None
     assert tab.is_writing(last) is False
     assert json.loads(last[tab.parts.marks])["rows"][-1]["note"] == "Stopped at the limit of new tokens"
@@ -126,18 +127,12 @@ def test_a_tab_that_shows_another_version_is_told_that_a_reply_is_written_and_wh
     before = house.say("Hi")
     edited = house.edit(before.messages[0].id, "Else")
 
-    async def follow(job: Job) -> list[dict[Any, Any]]:
-        follower = tab.follow(job, writing=True)
-        first = await anext(follower)
-        hold.release()
-        return [first, *await tab.rest_of(follower)]
-
     with Passes(house.loaded.model) as passes:
         hold = passes.hold(4)
         job = house.start("Go on", before.conversation.id)
         hold.wait_until_reached()
         house.chats.select(OWNER, edited.messages[0].id, -1)
-        first, *_, last = run(follow(job))
+        first, *_, last = run(tab.all_of(job, hold))
     assert json.loads(first[tab.parts.live])["line"] == ELSEWHERE
     assert tab.parts.chat not in first
     assert tab.is_writing(last) is False
